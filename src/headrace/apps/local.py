@@ -1,0 +1,86 @@
+"""The layout of a data directory that ``headrace up`` keeps, and the credentials in it."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from headrace.core.errors import ConfigError
+
+
+def default_data_dir() -> Path:
+    """``$XDG_DATA_HOME/headrace``, usually ``~/.local/share/headrace``."""
+    home = os.environ.get("XDG_DATA_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "share") / "headrace"
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """The keys of a local installation. The database holds only their hashes; this file is the one copy."""
+
+    api_key: str
+    admin_key: str
+
+
+class WorkerEndpoint(msgspec.Struct, frozen=True):
+    """Where one worker can be asked how it is."""
+
+    name: str
+    metrics_url: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What ``--ready-file`` holds once the platform serves."""
+
+    base_url: str
+    """For OpenAI clients: ends in ``/v1``."""
+    api_key: str
+    admin_key: str
+    pids: dict[str, int]
+    """By process name: ``up``, ``postgres``, ``worker-0``, ``gateway-0``, …"""
+    model: str
+    """``name@version``"""
+    workers: list[WorkerEndpoint] = []
+
+
+class DataDir:
+    """Paths inside a data directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.postgres = self.root / "postgres"
+        self.blobs = self.root / "blobs"
+        self.cache = self.root / "cache"
+        self.tls = self.root / "tls"
+        self.run = self.root / "run"
+        self.logs = self.root / "logs"
+        self.credentials = self.root / "credentials.json"
+        self.ready = self.run / "ready.json"
+
+    def create(self) -> None:
+        """Make the directories; only their owner may look into them.
+
+        Raises:
+            ConfigError: the place cannot be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for directory in (self.blobs, self.cache, self.tls, self.run, self.logs):
+                directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--data {self.root}: cannot make the data directory: {error.strerror}") from error
+
+    def read_ready(self) -> Ready | None:
+        """What the platform that runs (or ran last) in this directory wrote; None if none did."""
+        try:
+            return msgspec.json.decode(self.ready.read_bytes(), type=Ready)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, atomically."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    part.touch(mode=0o600)
+    part.write_bytes(data)
+    part.replace(path)

@@ -1,0 +1,155 @@
+"""Child processes that stay up: start, watch, restart with backoff, stop in order, never outlive their parent."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.apps.logs import PROGRESS_EVENT
+
+BACKOFF_START_S = 0.1
+BACKOFF_LIMIT_S = 5.0
+HEALTHY_AFTER_S = 10.0
+"""A process that ran this long starts its next life without backoff."""
+LOG_LIMIT_BYTES = 32 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to send this process SIGTERM when its parent dies, however it dies (Linux only)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+class Child:
+    """One supervised process in a session of its own, so that Ctrl-C at the terminal reaches only the supervisor.
+
+    Its standard output goes to a log file of bounded size (one older generation is kept); lines that report progress
+    also go to ``on_progress``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        on_progress: Callable[[str, str, int, int], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.num_starts = 0
+        self.last_exit: int | None = None
+        self._argv = list(argv)
+        self._log = log
+        self._environment = {**os.environ, **(environment or {})}
+        self._on_progress = on_progress
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The present process's id; None while it is down."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    def start(self) -> None:
+        """Begin to keep the process up. Returns at once."""
+        self._task = asyncio.create_task(self._keep_up(), name=f"keep {self.name} up")
+
+    async def stop(self, timeout_s: float) -> bool:
+        """SIGTERM, then SIGKILL after ``timeout_s``. True if it ended by itself. Idempotent."""
+        self._stopping = True
+        process, clean = self._process, True
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), timeout_s)
+            except TimeoutError:
+                clean = False
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        if process is not None:
+            await process.wait()
+        return clean
+
+    def tail(self, num_lines: int = 12) -> list[str]:
+        """The last lines of its log, for a message about why it does not start."""
+        try:
+            return self._log.read_text(errors="replace").splitlines()[-num_lines:]
+        except OSError:
+            return []
+
+    async def _keep_up(self) -> None:
+        backoff_s = BACKOFF_START_S
+        while not self._stopping:
+            started = time.monotonic()
+            self.num_starts += 1
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+                limit=1 << 20,
+            )
+            await self._copy_output(self._process)
+            self.last_exit = await self._process.wait()
+            if self._stopping:
+                return
+            if time.monotonic() - started > HEALTHY_AFTER_S:
+                backoff_s = BACKOFF_START_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_LIMIT_S)
+
+    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
+        output = process.stdout
+        if output is None:
+            raise RuntimeError("the process was started without a pipe")
+        file = self._log.open("ab", buffering=0)
+        try:
+            while True:
+                try:
+                    line = await output.readline()
+                except ValueError:  # a line longer than the limit: what was read of it is gone
+                    continue
+                if not line:
+                    return
+                if file.tell() > LOG_LIMIT_BYTES:
+                    file.close()
+                    self._log.replace(self._log.with_suffix(".log.1"))
+                    file = self._log.open("ab", buffering=0)
+                file.write(line)
+                if self._on_progress is not None and b'"progress"' in line:
+                    self._report(line)
+        finally:
+            file.close()
+
+    def _report(self, line: bytes) -> None:
+        try:
+            entry = msgspec.json.decode(line, type=_ProgressLine)
+        except msgspec.MsgspecError:
+            return
+        if entry.event == PROGRESS_EVENT and self._on_progress is not None:
+            self._on_progress(self.name, entry.stage, entry.done, entry.total)
+
+
+class _ProgressLine(msgspec.Struct, frozen=True):
+    event: str
+    stage: str = ""
+    done: int = 0
+    total: int = 0
