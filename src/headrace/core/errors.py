@@ -3,7 +3,9 @@
 HeadraceError
 ├── InvalidRequest            400  what the caller sent cannot be served as written
 │   ├── ContextLengthExceeded 400
+│   ├── RequestTimeout        408
 │   ├── RequestTooLarge       413
+│   │   └── HeadersTooLarge   431
 │   └── UnsupportedMediaType  415
 ├── Unauthenticated           401
 ├── Forbidden                 403
@@ -56,9 +58,19 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class RequestTimeout(InvalidRequest):
+    code = "request_timeout"
+    status = 408
+
+
 class RequestTooLarge(InvalidRequest):
     code = "request_too_large"
     status = 413
+
+
+class HeadersTooLarge(RequestTooLarge):
+    code = "headers_too_large"
+    status = 431
 
 
 class UnsupportedMediaType(InvalidRequest):
