@@ -23,6 +23,7 @@ HeadraceError
 ├── DeadlineExceeded          504
 ├── InternalError             500  a defect of ours
 │   └── AuditFailed           500  an owner did not release
+├── ProtocolError              –   a peer sent what the worker protocol does not allow
 ├── ConfigError                –   a configuration file or flag is wrong
 └── ModelFormatError           –   a checkpoint is damaged or not supported
 """
@@ -172,9 +173,26 @@ class AuditFailed(InternalError):
     log_level = logging.CRITICAL
 
 
+class ProtocolError(HeadraceError):
+    code = "protocol_error"
+
+
 class ConfigError(HeadraceError):
     code = "config_error"
 
 
 class ModelFormatError(HeadraceError):
     code = "model_format_error"
+
+
+def from_code(code: str | None, message: str) -> HeadraceError:
+    """The error whose ``code`` crossed a process border; ``InternalError`` for a code that nobody here knows."""
+    return _by_code(HeadraceError).get(code or "", InternalError)(message)
+
+
+def _by_code(base: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
+    found = {base.code: base}
+    for kind in base.__subclasses__():
+        found |= _by_code(kind)
+    found[InternalError.code] = InternalError
+    return found

@@ -42,6 +42,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     error: str | None = None
     """With ``FinishReason.ERROR``: what happened, fit for the caller's eyes."""
     timing: SequenceTiming | None = None
+    error_code: str | None = None
+    """With ``FinishReason.ERROR``: ``HeadraceError.code`` of what happened; see ``errors.from_code``."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
