@@ -1,0 +1,1 @@
+"""Everything a decoder computes, behind :class:`headrace.nn.ops.interface.Ops` and ``linear.Linear``."""

@@ -1,0 +1,51 @@
+"""The operations between a layer's matrix products: one small interface, one implementation per kind of machine."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from headrace.nn.config import ModelConfig
+from headrace.nn.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights of the RMSNorm over each head of queries and keys, ``[head_dim]`` each."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+class Ops(Protocol):
+    """All tensors are contiguous and of the model's dtype and device; sums inside are in float32 at least."""
+
+    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        """Add ``delta`` to ``residual`` in place; return its RMSNorm scaled by ``weight``, ``[num_rows, hidden]``."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """SiLU of the left half times the right half: ``[num_rows, 2 × n]`` to ``[num_rows, n]``."""
+        ...
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        step: Step,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of the step's tokens over their sequences' caches.
+
+        Normalises heads where ``norms`` says so, rotates queries and keys, writes keys and values to the cache, and
+        attends. ``qkv [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim]`` may be overwritten; ``keys`` and
+        ``values`` are one layer of the cache. Returns ``[num_tokens, num_heads × head_dim]``.
+        """
+        ...
+
+
+def scale_of(config: ModelConfig) -> float:
+    """What scores are multiplied by before the softmax."""
+    return float(config.head_dim**-0.5)

@@ -1,0 +1,76 @@
+"""Plain PyTorch, for every dtype and device: what the faster implementations must agree with."""
+
+import torch
+import torch.nn.functional as F
+
+from headrace.nn.config import ModelConfig
+from headrace.nn.ops.interface import HeadNorms, scale_of
+from headrace.nn.step import SequenceSpan, Step
+
+
+class ReferenceOps:
+    """The interface in :mod:`headrace.nn.ops.interface`, written to be read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        if delta is not None:
+            residual += delta
+        return rms_norm(residual, weight, self._config.rms_norm_eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        step: Step,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        config = self._config
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = torch.split(qkv.view(-1, sum(sizes), config.head_dim), sizes, dim=1)
+        if norms is not None:
+            query = rms_norm(query, norms.query, config.rms_norm_eps)
+            key = rms_norm(key, norms.key, config.rms_norm_eps)
+        query, key = rotate(query, step.cos, step.sin), rotate(key, step.cos, step.sin)
+        keys[step.write_blocks, :, :, step.write_offsets] = key
+        values[step.write_blocks, :, step.write_offsets] = value
+        outputs = [self._attend(query[span.start : span.end], keys, values, span, window) for span in step.sequences]
+        return torch.cat(outputs).flatten(1)
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: SequenceSpan, window: int | None
+    ) -> torch.Tensor:
+        """``query [query_len, num_heads, head_dim]``; returns the same shape."""
+        # [num_blocks, kv_heads, head_dim, block_size] → [kv_heads, tokens, head_dim]
+        key = keys[span.blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : span.kv_len]
+        value = values[span.blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, : span.kv_len]
+        output = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key[None],
+            value[None],
+            attn_mask=span.mask(0, window, query.device),
+            scale=scale_of(self._config),
+            enable_gqa=True,
+        )
+        return output[0].transpose(0, 1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension (arXiv 1910.07467), the mean in float32."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs ``(i, i + head_dim / 2)`` of ``x [num_tokens, num_heads, head_dim]`` by the tokens' angles."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
