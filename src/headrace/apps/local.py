@@ -1,6 +1,9 @@
 """The layout of a data directory that ``headrace up`` keeps, and the credentials in it."""
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -55,6 +58,7 @@ class DataDir:
         self.logs = self.root / "logs"
         self.credentials = self.root / "credentials.json"
         self.ready = self.run / "ready.json"
+        self.storage = self.run / "storage.toml"
 
     def create(self) -> None:
         """Make the directories; only their owner may look into them.
@@ -68,6 +72,36 @@ class DataDir:
                 directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--data {self.root}: cannot make the data directory: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory for this process; the kernel lets go of it when the process ends, however it ends.
+
+        Raises:
+            ConfigError: another process holds it.
+        """
+        descriptor = os.open(self.run / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.read(descriptor, 32).decode(errors="replace").strip()
+                raise ConfigError(
+                    f"{self.root} is in use by another headrace (process {holder}); stop that one, or give --data"
+                ) from error
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+            yield
+        finally:
+            os.close(descriptor)
+
+    def in_use(self) -> bool:
+        """Whether a process holds :meth:`lock`."""
+        try:
+            with self.lock():
+                return False
+        except ConfigError:
+            return True
 
     def read_ready(self) -> Ready | None:
         """What the platform that runs (or ran last) in this directory wrote; None if none did."""

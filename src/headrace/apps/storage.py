@@ -1,5 +1,6 @@
-"""Opening what survives: the database and the blobs, as every process's configuration names them."""
+"""Opening what survives, the database and the blobs: as a configuration names them, or as a data directory has them."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,7 +8,12 @@ from pathlib import Path
 import msgspec
 
 from headrace.adapters.blobs.files import FileBlobs
+from headrace.adapters.store.embedded import EmbeddedPostgres
+from headrace.adapters.store.migrate import migrate
 from headrace.adapters.store.postgres import PostgresStore
+from headrace.apps.local import DataDir, default_data_dir
+from headrace.core.config import load
+from headrace.core.errors import ConfigError
 from headrace.registry.registry import Registry
 
 
@@ -15,11 +21,17 @@ class StorageConfig(msgspec.Struct, frozen=True):
     """Where the platform's state lies."""
 
     database_url: str
-    """``postgresql://…``; any PostgreSQL from 15 on, also behind a transaction-mode pooler."""
+    """``postgresql://…``; also behind a transaction-mode pooler."""
     blobs: str
     """A directory for model files."""
     cache: str
     """A directory on this machine's disk for unpacked models."""
+
+
+class StorageFile(msgspec.Struct, frozen=True):
+    """A configuration file of which only the storage matters."""
+
+    storage: StorageConfig
 
 
 @contextlib.asynccontextmanager
@@ -31,3 +43,37 @@ async def open_storage(config: StorageConfig) -> AsyncIterator[tuple[PostgresSto
         yield store, Registry(store, FileBlobs(Path(config.blobs)))
     finally:
         await store.close()
+
+
+@contextlib.asynccontextmanager
+async def open_for_command(config: Path | None, data: Path | None) -> AsyncIterator[tuple[PostgresStore, Registry]]:
+    """Storage for a command that ends soon.
+
+    With ``config``, what its ``[storage]`` table names. Else that of a local data directory: the database of the
+    ``headrace up`` that runs there, or one started for as long as the command takes.
+
+    Raises:
+        ConfigError: both were given, or the configuration is wrong.
+        StoreUnavailable: the database does not answer.
+    """
+    if config is not None:
+        if data is not None:
+            raise ConfigError("give --config or --data, not both")
+        async with open_storage(load(config, StorageFile).storage) as opened:
+            yield opened
+        return
+    directory = DataDir(data or default_data_dir())
+    directory.create()
+    if directory.in_use():
+        async with open_storage(load(directory.storage, StorageFile).storage) as opened:
+            yield opened
+        return
+    with directory.lock():
+        postgres = EmbeddedPostgres(directory.postgres)
+        url = await asyncio.to_thread(postgres.start)
+        try:
+            await asyncio.to_thread(migrate, url)
+            async with open_storage(StorageConfig(url, str(directory.blobs), str(directory.cache))) as opened:
+                yield opened
+        finally:
+            await asyncio.to_thread(postgres.stop)

@@ -1,0 +1,82 @@
+"""What a local installation needs before its processes start: a tenant with keys, and a model to serve."""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from headrace.apps.local import Credentials, DataDir, write_private
+from headrace.apps.logs import Progress
+from headrace.core.errors import ConfigError
+from headrace.core.ids import TenantId
+from headrace.gateway.auth import new_key, parse_key
+from headrace.ports.store import Keys, ModelVersion, Role
+from headrace.registry.demo import DEMO_NAME, find_demo
+from headrace.registry.registry import Registry
+
+LOCAL_TENANT = TenantId("local")
+"""The tenant that owns the keys of a local installation."""
+
+
+async def ensure_keys(keys: Keys, directory: DataDir) -> Credentials:
+    """The local keys: those in the credentials file if the database knows them, else new ones.
+
+    Raises:
+        ConfigError: the credentials file is damaged.
+    """
+    await keys.add_tenant(LOCAL_TENANT, "local")
+    found = _read(directory.credentials)
+    if found is not None and await _known(keys, found.api_key) and await _known(keys, found.admin_key):
+        return found
+    now = time.time()
+    api_key, api_row = new_key(LOCAL_TENANT, Role.TENANT, created_at=now)
+    admin_key, admin_row = new_key(LOCAL_TENANT, Role.ADMIN, created_at=now)
+    await keys.add_key(api_row)
+    await keys.add_key(admin_row)
+    credentials = Credentials(api_key=api_key, admin_key=admin_key)
+    write_private(directory.credentials, msgspec.json.format(msgspec.json.encode(credentials)))
+    return credentials
+
+
+async def ensure_model(registry: Registry, wanted: str | None, progress: Progress) -> ModelVersion:
+    """The version to serve: an imported name, or something to import first; without a wish, the demo model.
+
+    Raises:
+        ModelNotFound: ``wanted`` is neither imported nor anything that can be.
+        ModelFormatError: it is damaged or not supported.
+        ConfigError: the demo model is wanted and its package is not installed.
+    """
+    if wanted is None:
+        versions = await registry.list()
+        if (demo := next((version for version in versions if version.model == DEMO_NAME), None)) is not None:
+            return demo
+        return await registry.import_model(str(find_demo()), name=DEMO_NAME, progress=progress)
+    if wanted.startswith("hf:") or await asyncio.to_thread(Path(wanted).exists):
+        return await registry.import_model(wanted, progress=progress)
+    return await registry.resolve(wanted)
+
+
+def ensure_salt_secret(directory: DataDir) -> str:
+    """The secret from which tenants' cache scopes are derived: made once, the same for all gateways and starts."""
+    path = directory.root / "salt_secret"
+    if not path.exists():
+        write_private(path, secrets.token_urlsafe(32).encode())
+    return path.read_text().strip()
+
+
+async def _known(keys: Keys, plaintext: str) -> bool:
+    key_id, secret = parse_key(plaintext)
+    row = await keys.find_key(key_id)
+    return row is not None and not row.revoked and row.secret_sha256 == hashlib.sha256(secret.encode()).digest()
+
+
+def _read(path: Path) -> Credentials | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Credentials)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: damaged ({error}); remove it to have new keys made") from error
