@@ -1,0 +1,267 @@
+"""Chat templates: a model's own Jinja program, run in a sandbox with limits."""
+
+import datetime
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import minijinja
+import msgspec
+
+from headrace.core.errors import HeadraceError, InvalidRequest, ModelFormatError
+from headrace.prompts.tokenizer import read_json, special_token
+
+_GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_MAX_TEMPLATE_CHARS = 1_000_000
+_MAX_NESTING = 64
+_MIN_TOJSON_CHARS = 512
+"""What a call of ``tojson`` counts for at least: it costs far more than an instruction."""
+
+
+class TemplateLimits(msgspec.Struct, frozen=True):
+    """What one rendering may use. A template that hits a limit did not end by itself."""
+
+    fuel: int = 100_000
+    """Instructions. A hundred thousand take 3 to 30 ms."""
+    fuel_per_message: int = 1_000
+    max_chars: int = 4_000_000
+    """Characters written, and made by ``tojson``, together."""
+
+
+DEFAULT_LIMITS = TemplateLimits()
+
+
+class _Refused(Exception):
+    """The template's own words about why it does not render these messages."""
+
+
+class ChatTemplate:
+    """Turns messages into the text that a model was trained to continue.
+
+    It renders what ``transformers`` renders: blocks are trimmed, ``tojson`` leaves HTML alone, ``raise_exception`` and
+    ``strftime_now`` exist, ``{% generation %}`` marks nothing. A template can reach neither files nor attributes of
+    Python objects, and works on a copy of the messages. May be used from any thread.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        limits: TemplateLimits = DEFAULT_LIMITS,
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        """``templates`` by name, of which ``default`` is used unless there are tools and a ``tool_use``.
+
+        ``variables``, such as ``bos_token``, are visible to the template.
+
+        Raises:
+            ModelFormatError: a template is not valid, or none is called ``default`` and there are several.
+        """
+        if "default" not in templates and len(templates) != 1:
+            raise ModelFormatError(f"chat templates are named {sorted(templates)}; one must be called 'default'")
+        self._sources = {name: _without_generation_tags(source) for name, source in templates.items()}
+        self._default = "default" if "default" in templates else next(iter(templates))
+        self._variables = dict(variables or {})
+        self._limits = limits
+        self._now = now
+        self._local = threading.local()
+        environment = self._environment()
+        for name, source in self._sources.items():
+            if len(source) > _MAX_TEMPLATE_CHARS:
+                raise ModelFormatError(f"the chat template '{name}' has {len(source)} characters; too long to be one")
+            try:
+                environment.add_template(name, source)
+            except minijinja.TemplateError as error:
+                raise ModelFormatError(f"the chat template '{name}' is not valid: {_words(error)}") from error
+
+    @classmethod
+    def load(cls, directory: Path, *, limits: TemplateLimits = DEFAULT_LIMITS) -> "ChatTemplate | None":
+        """The template of a model directory, or None if the model has none.
+
+        ``chat_template.jinja`` and ``additional_chat_templates/*.jinja`` win over what tokenizer_config.json holds.
+
+        Raises:
+            ModelFormatError: as the constructor; or the files cannot be read.
+        """
+        config = read_json(directory / "tokenizer_config.json")
+        special = {**read_json(directory / "special_tokens_map.json"), **config}
+        templates = _configured_templates(config.get("chat_template"), directory)
+        named = {"default": directory / "chat_template.jinja"}
+        named.update({path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))})
+        for name, path in named.items():
+            if path.is_file():
+                templates[name] = _read_text(path)
+        if not templates:
+            return None
+        names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+        variables = {name: token for name in names if (token := special_token(special, name)) is not None}
+        return cls(templates, variables=variables, limits=limits)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the templates."""
+        return tuple(self._sources)
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether a template looks at ``tools`` at all; if not, tools passed would be dropped in silence."""
+        return any("tools" in source for source in self._sources.values())
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> str:
+        """The prompt for ``messages``. Special tokens stand in it: encode it with ``add_special_tokens=False``.
+
+        A content is text or a list of parts, as the caller wrote it; keys whose value is None are left out.
+        ``variables`` are what else the template may read (``enable_thinking``, ``documents``, …).
+
+        Raises:
+            InvalidRequest: the template refused the messages (its words are the message), could not be rendered with
+                them, or hit a limit.
+        """
+        name = "tool_use" if tools and "tool_use" in self._sources else self._default
+        context = {
+            **self._variables,
+            **{key: _plain(value) for key, value in variables.items()},
+            "messages": [_plain({k: v for k, v in message.items() if v is not None}) for message in messages],
+            "tools": _plain(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        context.setdefault("documents", None)
+        environment = self._prepared_environment()
+        environment.fuel = self._limits.fuel + self._limits.fuel_per_message * len(messages)
+        self._local.num_chars = 0
+        try:
+            text: str = environment.render_template(name, **context)
+        except _Refused as refusal:
+            raise InvalidRequest(str(refusal), param="messages") from refusal
+        except HeadraceError:
+            raise
+        except minijinja.TemplateError as error:
+            raise InvalidRequest(_explain(error), param="messages") from error
+        except (TypeError, ValueError, RecursionError, OverflowError, KeyError, AttributeError) as error:
+            # Raised by the functions below, or by the library's conversion of what the template computed.
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return text
+
+    def _prepared_environment(self) -> minijinja.Environment:
+        # The library holds a lock while it renders and calls back into Python; one environment for each thread means
+        # that no thread can wait for it with the interpreter's lock in hand.
+        environment: minijinja.Environment | None = getattr(self._local, "environment", None)
+        if environment is None:
+            environment = self._environment()
+            for name, source in self._sources.items():
+                environment.add_template(name, source)
+            self._local.environment = environment
+        return environment
+
+    def _environment(self) -> minijinja.Environment:
+        environment = minijinja.Environment(
+            filters={"tojson": self._tojson},
+            globals={"raise_exception": _raise_exception, "strftime_now": self._strftime_now},
+            auto_escape_callback=lambda _name: False,
+            finalizer=self._count,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.remove_global("debug")
+        return environment
+
+    def _count(self, value: object) -> Any:
+        """Sees every value that the template writes. Fuel counts instructions, not what they write."""
+        if isinstance(value, str):
+            self._spend(len(value))
+        return NotImplemented
+
+    def _spend(self, num_chars: int) -> None:
+        self._local.num_chars += num_chars
+        if self._local.num_chars > self._limits.max_chars:
+            raise InvalidRequest(
+                f"the model's chat template wrote more than {self._limits.max_chars} characters", param="messages"
+            )
+
+    def _tojson(
+        self,
+        value: object,
+        ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - the signature that templates are written for
+        indent: int | None = None,
+        separators: Sequence[str] | None = None,
+        sort_keys: bool = False,  # noqa: FBT001, FBT002
+    ) -> str:
+        pair = None if separators is None else (separators[0], separators[1])
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+        self._spend(max(len(text), _MIN_TOJSON_CHARS))
+        return text
+
+    def _strftime_now(self, form: str) -> str:
+        return self._now().strftime(form)
+
+
+def _raise_exception(message: object = "") -> None:
+    raise _Refused(str(message))
+
+
+def _without_generation_tags(source: str) -> str:
+    """``{% generation %}`` marks what an assistant said, for training. ``with`` opens the same kind of scope."""
+    return _GENERATION_TAG.sub(lambda tag: f"{{%{tag[1]} {tag[2] or ''}with {tag[3]}%}}", source)
+
+
+def _configured_templates(value: object, directory: Path) -> dict[str, str]:
+    """``chat_template`` of tokenizer_config.json: one text, or a list of ``{"name": …, "template": …}``."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        templates = msgspec.convert(value, list[_NamedTemplate])
+    except msgspec.ValidationError as error:
+        raise ModelFormatError(f"{directory / 'tokenizer_config.json'}: chat_template: {error}") from error
+    return {named.name: named.template for named in templates}
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFormatError(f"{path}: cannot read the chat template: {error}") from error
+
+
+def _plain(value: object, depth: int = 0) -> Any:
+    """A copy of JSON-like data: lists that a template changes are its own."""
+    if depth > _MAX_NESTING:
+        raise InvalidRequest(f"messages and tools may be nested {_MAX_NESTING} deep", param="messages")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise InvalidRequest(f"a chat template is given JSON values, not {type(value).__name__}", param="messages")
+
+
+def _explain(error: minijinja.TemplateError) -> str:
+    if error.kind == "OutOfFuel":
+        return "the model's chat template did not end in time for these messages"
+    return f"the model's chat template cannot render these messages: {_words(error)}"
+
+
+def _words(error: minijinja.TemplateError) -> str:
+    """What the library says in one line, with the line of the template."""
+    message: str = error.message
+    return message.splitlines()[0] if message else error.kind
