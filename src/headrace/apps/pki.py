@@ -7,12 +7,12 @@ the authority and the role, so a host on the same network is nobody until it was
 import datetime
 from pathlib import Path
 
-import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from headrace.adapters.engine.tls import TlsFiles
 from headrace.core.errors import ConfigError
 
 AUTHORITY_DAYS = 3650
@@ -21,21 +21,14 @@ RENEW_BEFORE_DAYS = 30
 ROLES = ("worker", "gateway")
 
 
-class CertificatePaths(msgspec.Struct, frozen=True):
-    """Where one component's credentials lie: PEM files."""
-
-    authority: Path
-    certificate: Path
-    key: Path
-
-
 def role_name(role: str) -> str:
     """The DNS name that stands for a role in certificates."""
     return f"{role}.headrace.internal"
 
 
-def paths(directory: Path, role: str) -> CertificatePaths:
-    return CertificatePaths(directory / "ca.pem", directory / f"{role}.pem", directory / f"{role}.key")
+def paths(directory: Path, role: str) -> TlsFiles:
+    """Where a role's PEM files lie, whether they exist or not."""
+    return TlsFiles(directory / "ca.pem", directory / f"{role}.pem", directory / f"{role}.key")
 
 
 def ensure_authority(directory: Path) -> None:
@@ -55,10 +48,10 @@ def ensure_authority(directory: Path) -> None:
     _write_key(key_path, key)
     _write(certificate_path, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     for role in ROLES:  # what the former authority signed is worth nothing now
-        paths(directory, role).certificate.unlink(missing_ok=True)
+        paths(directory, role).cert.unlink(missing_ok=True)
 
 
-def ensure_certificate(directory: Path, role: str) -> CertificatePaths:
+def ensure_certificate(directory: Path, role: str) -> TlsFiles:
     """Issue a certificate for ``role`` from the authority in ``directory`` unless a valid one is there.
 
     Raises:
@@ -67,7 +60,7 @@ def ensure_certificate(directory: Path, role: str) -> CertificatePaths:
     if role not in ROLES:
         raise ConfigError(f"'{role}' is not a role; certificates are issued for: {', '.join(ROLES)}")
     found = paths(directory, role)
-    if found.certificate.exists() and found.key.exists() and not _expires_soon(found.certificate):
+    if found.cert.exists() and found.key.exists() and not _expires_soon(found.cert):
         return found
     try:
         authority_key = serialization.load_pem_private_key((directory / "ca.key").read_bytes(), password=None)
@@ -90,7 +83,7 @@ def ensure_certificate(directory: Path, role: str) -> CertificatePaths:
         .sign(authority_key, hashes.SHA256())
     )
     _write_key(found.key, key)
-    _write(found.certificate, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    _write(found.cert, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     return found
 
 

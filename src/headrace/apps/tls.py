@@ -24,4 +24,4 @@ def issue(
 ) -> None:
     """Issue a certificate for a role, or show the one that is still valid."""
     issued = pki.ensure_certificate(directory, role)
-    print(f"certificate: {issued.certificate}\nkey: {issued.key}")
+    print(f"certificate: {issued.cert}\nkey: {issued.key}")

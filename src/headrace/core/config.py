@@ -40,14 +40,26 @@ def convert(table: dict[str, Any], kind: type[T], *, source: str) -> T:
     """
     _refuse_unknown(table, kind, source, prefix="")
     try:
-        return msgspec.convert(table, kind)
+        return msgspec.convert(table, kind, dec_hook=_path_in)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{source}: {error}") from error
 
 
 def dump(config: msgspec.Struct) -> str:
     """The TOML text that :func:`load` reads back as an equal ``config``. Nested structs become tables."""
-    return "\n".join(_toml_lines(msgspec.to_builtins(config), prefix="")) + "\n"
+    return "\n".join(_toml_lines(msgspec.to_builtins(config, enc_hook=_path_out), prefix="")) + "\n"
+
+
+def _path_in(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise ValueError(f"expected a {kind.__name__}, got {value!r}")
+
+
+def _path_out(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a configuration cannot hold a {type(value).__name__}")
 
 
 def _toml_lines(table: dict[str, Any], prefix: str) -> list[str]:

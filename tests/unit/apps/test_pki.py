@@ -23,8 +23,8 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("role", pki.ROLES)
 def test_certificate_is_signed_by_the_authority_and_names_the_role(directory: Path, role: str) -> None:
     issued = pki.ensure_certificate(directory, role)
-    certificate = load(issued.certificate)
-    certificate.verify_directly_issued_by(load(issued.authority))
+    certificate = load(issued.cert)
+    certificate.verify_directly_issued_by(load(issued.ca))
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == [pki.role_name(role)]
     constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
@@ -38,16 +38,16 @@ def test_keys_are_readable_by_the_owner_only(directory: Path) -> None:
 
 
 def test_valid_files_are_left_alone(directory: Path) -> None:
-    first = pki.ensure_certificate(directory, "worker").certificate.read_bytes()
+    first = pki.ensure_certificate(directory, "worker").cert.read_bytes()
     pki.ensure_authority(directory)
-    assert pki.ensure_certificate(directory, "worker").certificate.read_bytes() == first
+    assert pki.ensure_certificate(directory, "worker").cert.read_bytes() == first
 
 
 def test_a_certificate_near_its_end_is_renewed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pki, "CERTIFICATE_DAYS", pki.RENEW_BEFORE_DAYS - 1)
-    first = load(pki.ensure_certificate(directory, "worker").certificate)
+    first = load(pki.ensure_certificate(directory, "worker").cert)
     monkeypatch.undo()
-    second = load(pki.ensure_certificate(directory, "worker").certificate)
+    second = load(pki.ensure_certificate(directory, "worker").cert)
     assert second.serial_number != first.serial_number
     left = second.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert left.days > pki.RENEW_BEFORE_DAYS
@@ -58,8 +58,8 @@ def test_a_new_authority_voids_what_the_old_one_signed(directory: Path) -> None:
     (directory / "ca.key").unlink()
     pki.ensure_authority(directory)
     issued = pki.ensure_certificate(directory, "worker")
-    load(issued.certificate).verify_directly_issued_by(load(issued.authority))
-    assert isinstance(load(issued.certificate).public_key(), ec.EllipticCurvePublicKey)
+    load(issued.cert).verify_directly_issued_by(load(issued.ca))
+    assert isinstance(load(issued.cert).public_key(), ec.EllipticCurvePublicKey)
 
 
 def test_unknown_role_is_refused_by_name(directory: Path) -> None:
