@@ -1,1 +1,1 @@
-"""Engines behind the port: ``fake`` computes nothing, ``remote`` reaches a worker; ``tls`` says who may talk to whom."""
+"""Engines behind the port: ``fake`` computes nothing, ``remote`` reaches a worker; ``tls`` is how they trust it."""
