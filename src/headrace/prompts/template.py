@@ -18,20 +18,28 @@ _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MAX_TEMPLATE_CHARS = 1_000_000
 _MAX_NESTING = 64
 _MIN_TOJSON_CHARS = 512
-"""What a call of ``tojson`` counts for at least: it costs far more than an instruction."""
+"""What a call of ``tojson`` counts for at least: it costs far more than its instruction."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True):
-    """What one rendering may use. A template that hits a limit did not end by itself."""
+    """What one rendering may use. A template that hits a limit did not end by itself.
+
+    Fuel is instructions, and every 64 characters that an instruction reads or makes: it bounds the output, too. A
+    hundred thousand take some 3 ms, or 30 ms when every third is a call into Python. What the messages may use grows
+    with their number and their length, so that no conversation is too long for an honest template.
+    """
 
     fuel: int = 100_000
-    """Instructions. A hundred thousand take 3 to 30 ms."""
     fuel_per_message: int = 1_000
-    max_chars: int = 4_000_000
-    """Characters written, and made by ``tojson``, together."""
+    fuel_per_char: float = 0.25
+    num_tojson_chars: int = 4_000_000
+    """Characters that all calls of ``tojson`` make together."""
 
 
 DEFAULT_LIMITS = TemplateLimits()
+
+
+_ENDLESS = "the model's chat template did not end in time for these messages"
 
 
 class _Refused(Exception):
@@ -129,17 +137,20 @@ class ChatTemplate:
                 them, or hit a limit.
         """
         name = "tool_use" if tools and "tool_use" in self._sources else self._default
+        copy = _Copy()
         context = {
+            "documents": None,
             **self._variables,
-            **{key: _plain(value) for key, value in variables.items()},
-            "messages": [_plain({k: v for k, v in message.items() if v is not None}) for message in messages],
-            "tools": _plain(tools),
+            **{key: copy.of(value) for key, value in variables.items()},
+            "messages": [copy.of({k: v for k, v in message.items() if v is not None}) for message in messages],
+            "tools": copy.of(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        context.setdefault("documents", None)
         environment = self._prepared_environment()
-        environment.fuel = self._limits.fuel + self._limits.fuel_per_message * len(messages)
-        self._local.num_chars = 0
+        limits = self._limits
+        for_messages = limits.fuel_per_message * len(messages) + limits.fuel_per_char * copy.num_chars
+        environment.fuel = limits.fuel + int(for_messages)
+        self._local.num_tojson_chars = 0
         try:
             text: str = environment.render_template(name, **context)
         except _Refused as refusal:
@@ -171,25 +182,11 @@ class ChatTemplate:
             filters={"tojson": self._tojson},
             globals={"raise_exception": _raise_exception, "strftime_now": self._strftime_now},
             auto_escape_callback=lambda _name: False,
-            finalizer=self._count,
             trim_blocks=True,
             lstrip_blocks=True,
         )
         environment.remove_global("debug")
         return environment
-
-    def _count(self, value: object) -> Any:
-        """Sees every value that the template writes. Fuel counts instructions, not what they write."""
-        if isinstance(value, str):
-            self._spend(len(value))
-        return NotImplemented
-
-    def _spend(self, num_chars: int) -> None:
-        self._local.num_chars += num_chars
-        if self._local.num_chars > self._limits.max_chars:
-            raise InvalidRequest(
-                f"the model's chat template wrote more than {self._limits.max_chars} characters", param="messages"
-            )
 
     def _tojson(
         self,
@@ -201,7 +198,9 @@ class ChatTemplate:
     ) -> str:
         pair = None if separators is None else (separators[0], separators[1])
         text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
-        self._spend(max(len(text), _MIN_TOJSON_CHARS))
+        self._local.num_tojson_chars += max(len(text), _MIN_TOJSON_CHARS)
+        if self._local.num_tojson_chars > self._limits.num_tojson_chars:
+            raise _Refused(_ENDLESS)
         return text
 
     def _strftime_now(self, form: str) -> str:
@@ -242,22 +241,30 @@ def _read_text(path: Path) -> str:
         raise ModelFormatError(f"{path}: cannot read the chat template: {error}") from error
 
 
-def _plain(value: object, depth: int = 0) -> Any:
-    """A copy of JSON-like data: lists that a template changes are its own."""
-    if depth > _MAX_NESTING:
-        raise InvalidRequest(f"messages and tools may be nested {_MAX_NESTING} deep", param="messages")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise InvalidRequest(f"a chat template is given JSON values, not {type(value).__name__}", param="messages")
+class _Copy:
+    """Copies JSON-like data, so that lists which a template changes are its own, and counts the characters in it."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+
+    def of(self, value: object, depth: int = 0) -> Any:
+        if depth > _MAX_NESTING:
+            raise InvalidRequest(f"messages and tools may be nested {_MAX_NESTING} deep", param="messages")
+        if isinstance(value, str):
+            self.num_chars += len(value)
+            return value
+        if value is None or isinstance(value, int | float):
+            return value
+        if isinstance(value, Mapping):
+            return {str(key): self.of(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(item, depth + 1) for item in value]
+        raise InvalidRequest(f"a chat template is given JSON values, not {type(value).__name__}", param="messages")
 
 
 def _explain(error: minijinja.TemplateError) -> str:
     if error.kind == "OutOfFuel":
-        return "the model's chat template did not end in time for these messages"
+        return _ENDLESS
     return f"the model's chat template cannot render these messages: {_words(error)}"
 
 
