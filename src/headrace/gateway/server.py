@@ -1,0 +1,160 @@
+"""The HTTP server: uvicorn with limits on headers and slow clients, errors in OpenAI's shape, and a drain.
+
+uvicorn reads headers without a limit, waits for them for ever, and answers what it cannot parse in plain text.
+"""
+
+import asyncio
+import math
+import socket
+from typing import Any
+
+import httptools
+import uuid_utils
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from headrace.core.errors import HeadersTooLarge, HeadraceError, InvalidRequest, RequestTimeout
+from headrace.gateway.app import Gateway
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.errors import error_json
+
+_GRACE_S = 2.0
+"""After streams were told to end, what they may take to say so."""
+
+
+class _GuardedProtocol(HttpToolsProtocol):
+    """One connection. ``limits`` is set by :func:`_protocol`.
+
+    The read timer runs from the first byte of a request until it is complete, the write timer while the client reads
+    nothing of the answer.
+    """
+
+    limits: GatewayConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_head_bytes = 0
+        self._in_head = True
+        self._refusal: HeadraceError | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type] # uvicorn's own narrowing of asyncio's signature
+        self._arm_read(self.limits.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm_read()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._num_head_bytes += len(data)
+            if self._read_timer is None:
+                self._arm_read(self.limits.header_timeout_s)
+        super().data_received(data)
+        if self._in_head and self._num_head_bytes > self.limits.max_header_bytes and not self.transport.is_closing():
+            self._refuse(HeadersTooLarge(f"The headers exceed {self.limits.max_header_bytes} bytes."))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > self.limits.max_header_bytes or len(self.headers) > self.limits.max_headers:
+            self._refusal = HeadersTooLarge(
+                f"The request has {len(self.headers)} headers of {num_bytes} bytes; at most "
+                f"{self.limits.max_headers} of {self.limits.max_header_bytes} bytes together are allowed."
+            )
+            # Ends the parsing; uvicorn then calls send_400_response.
+            raise httptools.HttpParserError("headers too large")
+        self._in_head = False
+        self._num_head_bytes = 0
+        # The handler waits for the body as long; this timer is for bodies that nobody waits for any more.
+        self._arm_read(self.limits.body_timeout_s + 1.0)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._disarm_read()
+        self._in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, or was refused while it was parsed."""
+        self._refuse(self._refusal or InvalidRequest(msg))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def _refuse(self, error: HeadraceError) -> None:
+        body = error_json(error)
+        lines = [
+            STATUS_LINE[error.status],
+            b"content-type: application/json\r\n",
+            b"content-length: %d\r\n" % len(body),
+            b"x-request-id: req-%s\r\n" % uuid_utils.uuid7().hex.encode(),
+            b"connection: close\r\n\r\n",
+            body,
+        ]
+        # In the middle of an answer to an earlier request, another one would only garble it.
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(b"".join(lines))
+        self.transport.close()
+
+    def _arm_read(self, timeout_s: float) -> None:
+        self._disarm_read()
+        self._read_timer = self.loop.call_later(timeout_s, self._read_timed_out)
+
+    def _disarm_read(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _read_timed_out(self) -> None:
+        self._read_timer = None
+        if self.transport.is_closing():
+            return
+        if self._in_head and self._num_head_bytes > 0:
+            self._refuse(RequestTimeout(f"The headers did not arrive within {self.limits.header_timeout_s:g} s."))
+        else:
+            self.transport.close()
+
+
+def _protocol(config: GatewayConfig) -> type[_GuardedProtocol]:
+    return type("GuardedProtocol", (_GuardedProtocol,), {"limits": config})
+
+
+class GatewayServer(uvicorn.Server):
+    """Serves a gateway. On SIGTERM or ``should_exit`` it stops accepting, drains, and returns from ``serve``."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        config = gateway.config
+        super().__init__(
+            uvicorn.Config(
+                gateway,
+                http=_protocol(config),
+                loop="uvloop",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=config.idle_timeout_s,
+                timeout_graceful_shutdown=math.ceil(config.drain_s + _GRACE_S),
+            )
+        )
+        self._gateway = gateway
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gateway.drain()
+        await super().shutdown(sockets)
