@@ -82,8 +82,8 @@ def _is_table(value: object) -> bool:
 def _toml_value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    # JSON's strings, numbers and booleans are TOML's too.
-    return msgspec.json.encode(value).decode()
+    # JSON's strings, numbers and booleans are TOML's too, but for DEL, which TOML wants escaped.
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 def _refuse_unknown(table: dict[str, Any], kind: type[msgspec.Struct], source: str, prefix: str) -> None:
