@@ -127,12 +127,17 @@ class Writer:
         """Append a message.
 
         Raises:
-            ProtocolError: it is longer than ``MAX_MESSAGE_BYTES``. The buffer is as before.
+            ProtocolError: it is longer than ``MAX_MESSAGE_BYTES``, or holds what MessagePack cannot express (an integer
+                over 64 bits, a lone surrogate). What was added before is kept.
         """
         buffer = self._pending
         start = len(buffer)
         buffer += b"\0\0\0\0"
-        self._encoder.encode_into(message, buffer, start + _LENGTH.size)
+        try:
+            self._encoder.encode_into(message, buffer, start + _LENGTH.size)
+        except (OverflowError, ValueError) as error:
+            del buffer[start:]
+            raise ProtocolError(f"a {type(message).__name__} cannot be encoded: {error}") from error
         num_bytes = len(buffer) - start - _LENGTH.size
         if num_bytes > MAX_MESSAGE_BYTES:
             del buffer[start:]

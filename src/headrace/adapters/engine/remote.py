@@ -15,7 +15,6 @@ from headrace.core.errors import (
     InvalidRequest,
     Overloaded,
     ProtocolError,
-    RequestTooLarge,
 )
 from headrace.core.frames import EngineDescription, EngineLoad, EngineStats, StepFrame
 from headrace.core.ids import SequenceId
@@ -152,7 +151,7 @@ class RemoteEngine:
         try:
             channel.send(Submit(request))
         except ProtocolError as error:
-            raise RequestTooLarge(f"the request is too large for the worker protocol: {error}") from error
+            raise InvalidRequest(f"the request cannot be sent to a worker: {error}") from error
         self._num_submits += 1
         self._in_flight[request.sequence_id] = False
 
