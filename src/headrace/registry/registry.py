@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from headrace.registry.progress import Progress, silent
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HASH_BYTES = 1024 * 1024
+_NEAR = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +173,26 @@ class Registry:
         if name in known:
             have = ", ".join(version.version for version in versions if version.model == name)
             return f"model {name!r} has no version {reference.partition('@')[2]!r}; it has {have}"
-        by_lower = {model.lower(): model for model in known}
-        near = [by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+        near = near_names(name, known)
         if near:
             return f"there is no model {reference!r}; did you mean {' or '.join(map(repr, near))}?"
         if known:
             return f"there is no model {reference!r}; known models: {', '.join(known[:10])}"
         return f"there is no model {reference!r}; none was imported yet (headrace model import)"
+
+
+def near_names(name: str, known: Sequence[str]) -> list[str]:
+    """Up to three of ``known`` that somebody who wrote ``name`` may have meant, likeliest first.
+
+    Case does not count, and names are also compared as beginnings: ``smolm`` is near ``smollm2-135m-instruct``.
+    """
+
+    def likeness(candidate: str) -> float:
+        whole, start = candidate.lower(), candidate.lower()[: len(name)]
+        return max(difflib.SequenceMatcher(None, name.lower(), text).ratio() for text in (whole, start))
+
+    scored = sorted(((likeness(candidate), candidate) for candidate in known), key=lambda pair: (-pair[0], pair[1]))
+    return [candidate for score, candidate in scored[:3] if score >= _NEAR]
 
 
 def _check_name(name: str) -> str:

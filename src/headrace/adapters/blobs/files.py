@@ -25,6 +25,8 @@ _MAX_KEY_CHARS = 1024
 _SCRATCH = "~scratch"
 """Where objects are written before they have their name. ``~`` cannot occur in a key."""
 _COPY_BYTES = 1024 * 1024
+Strings = list[str]
+"""``list`` means a method inside the class below."""
 _OBJECT_MODE = 0o444
 """Objects are immutable, and :meth:`FileBlobs.fetch` shares their storage: nobody may write to them."""
 
@@ -106,7 +108,7 @@ class FileBlobs:
     def _write(self, key: str, fill: Callable[[BinaryIO], None], *, overwrite: bool) -> None:
         parts = _split(key)
         scratch_name = secrets.token_hex(16)
-        with _translated(key), self._folder([_SCRATCH], create=True) as scratch:
+        with _translated(key, writing=True), self._folder([_SCRATCH], create=True) as scratch:
             descriptor = os.open(scratch_name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=scratch)
             try:
                 with os.fdopen(descriptor, "wb") as file:
@@ -158,24 +160,25 @@ class FileBlobs:
                 # Renaming onto another link of the same file does nothing, and leaves the waiting name.
                 waiting.unlink(missing_ok=True)
 
-    def _scan(self, folder: str) -> tuple[Sequence[str], Sequence[str]]:
-        keys, folders = [], []
+    def _scan(self, folder: str) -> tuple[Strings, Strings]:
+        keys: Strings = []
+        folders: Strings = []
         base = f"{folder}/" if folder else ""
-        with _translated(folder):
-            try:
-                with (
-                    self._folder(folder.split("/") if folder else []) as descriptor,
-                    os.scandir(descriptor) as entries,
-                ):
-                    for entry in entries:
-                        if not _SEGMENT.fullmatch(entry.name):
-                            continue
-                        if entry.is_dir(follow_symlinks=False):
-                            folders.append(base + entry.name)
-                        elif entry.is_file(follow_symlinks=False):
-                            keys.append(base + entry.name)
-            except FileNotFoundError:
-                pass
+        try:
+            with (
+                _translated(folder),
+                self._folder(folder.split("/") if folder else []) as descriptor,
+                os.scandir(descriptor) as entries,
+            ):
+                for entry in entries:
+                    if not _SEGMENT.fullmatch(entry.name):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(base + entry.name)
+                    elif entry.is_file(follow_symlinks=False):
+                        keys.append(base + entry.name)
+        except FileNotFoundError:
+            pass  # nothing was put there yet, or it is an object itself
         return keys, folders
 
     @contextlib.contextmanager
@@ -225,17 +228,18 @@ def _copy(source: BinaryIO, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _translated(key: str) -> Iterator[None]:
+def _translated(key: str, *, writing: bool = False) -> Iterator[None]:
     """Foreign errors become ours here. ``FileNotFoundError`` passes: what it means depends on the call."""
     try:
         yield
     except FileNotFoundError:
         raise
-    except (NotADirectoryError, IsADirectoryError) as error:
-        raise InvalidRequest(
-            f"{key!r} cannot be a blob key here: part of it is an object, or a folder of some"
-        ) from error
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise InvalidRequest(f"{key!r} leads over a symbolic link, which blobs do not follow") from error
+        # ENOTDIR is also what the system says of a symbolic link where a directory should be.
+        if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            if not writing:
+                raise FileNotFoundError(key) from error
+            raise InvalidRequest(
+                f"{key!r} cannot be a blob key here: it leads through an object or a symbolic link, or is a folder"
+            ) from error
         raise StoreUnavailable(f"the blob store cannot serve {key!r}: {error.strerror}") from error

@@ -65,6 +65,7 @@ class EmbeddedPostgres:
         self._lock: int | None = None
         self._server: ServerProcess | None = None
         self._url: str | None = None
+        self._port: int | None = None
 
     @property
     def url(self) -> str:
@@ -213,7 +214,8 @@ class EmbeddedPostgres:
             return self._url
         # A socket's address holds 107 bytes of path; a deeper directory is served over the loopback interface.
         for attempt in range(_PORT_ATTEMPTS):
-            port = _free_port()
+            # After a restart clients look where they found it before.
+            port = self._port if self._port is not None and attempt == 0 else _free_port()
             settings = {"listen_addresses": "127.0.0.1", "port": str(port), "unix_socket_directories": ""}
             try:
                 self._launch(install, account, log, settings)
@@ -223,6 +225,7 @@ class EmbeddedPostgres:
                     raise
                 continue
             break
+        self._port = port
         self._url = f"postgresql://{USER}:{password}@127.0.0.1:{port}/postgres"
         return self._url
 

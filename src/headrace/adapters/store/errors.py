@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import psycopg
 import psycopg_pool
 
-from headrace.core.errors import ConfigError, StoreUnavailable
+from headrace.core.errors import ConfigError, InvalidRequest, StoreUnavailable
 
 _LOST = (
     psycopg.OperationalError,  # no connection, or it broke; also what a server that shuts down says
@@ -25,6 +25,7 @@ def translated() -> Iterator[None]:
 
     Raises:
         StoreUnavailable: the database cannot be reached, is starting or stopping, or does not answer in time.
+        InvalidRequest: a value is none that the database can hold, such as text with a NUL.
         ConfigError: it answers, but refuses: wrong password, no such database, no schema.
     """
     try:
@@ -33,6 +34,8 @@ def translated() -> Iterator[None]:
         raise ConfigError(f"the database refuses: {_first_line(error)}") from error
     except psycopg.errors.UndefinedTable as error:
         raise ConfigError(f"the database has no schema yet, or an old one: {_first_line(error)}; migrate it") from error
+    except psycopg.DataError as error:
+        raise InvalidRequest(f"the database cannot hold a value: {_first_line(error)}") from error
     except _LOST as error:
         raise StoreUnavailable(f"the database cannot be reached: {_first_line(error)}", retry_after_s=1.0) from error
 

