@@ -1,7 +1,6 @@
 """What a local installation needs before its processes start: a tenant with keys, and a model to serve."""
 
 import asyncio
-import hashlib
 import secrets
 import time
 from pathlib import Path
@@ -12,9 +11,9 @@ from headrace.apps.local import Credentials, DataDir, write_private
 from headrace.apps.logs import Progress
 from headrace.core.errors import ConfigError
 from headrace.core.ids import TenantId
-from headrace.gateway.auth import new_key, parse_key
+from headrace.gateway.auth import new_key, split_key
 from headrace.ports.store import Keys, ModelVersion, Role
-from headrace.registry.demo import DEMO_NAME, find_demo
+from headrace.registry import demo
 from headrace.registry.registry import Registry
 
 LOCAL_TENANT = TenantId("local")
@@ -51,11 +50,11 @@ async def ensure_model(registry: Registry, wanted: str | None, progress: Progres
     """
     if wanted is None:
         versions = await registry.list()
-        if (demo := next((version for version in versions if version.model == DEMO_NAME), None)) is not None:
-            return demo
-        return await registry.import_model(str(find_demo()), name=DEMO_NAME, progress=progress)
+        if (found := next((version for version in versions if version.model == demo.NAME), None)) is not None:
+            return found
+        return (await registry.import_model("demo", progress=progress)).version
     if wanted.startswith("hf:") or await asyncio.to_thread(Path(wanted).exists):
-        return await registry.import_model(wanted, progress=progress)
+        return (await registry.import_model(wanted, progress=progress)).version
     return await registry.resolve(wanted)
 
 
@@ -68,9 +67,11 @@ def ensure_salt_secret(directory: DataDir) -> str:
 
 
 async def _known(keys: Keys, plaintext: str) -> bool:
-    key_id, secret = parse_key(plaintext)
+    if (parsed := split_key(plaintext)) is None:
+        return False
+    key_id, digest = parsed
     row = await keys.find_key(key_id)
-    return row is not None and not row.revoked and row.secret_sha256 == hashlib.sha256(secret.encode()).digest()
+    return row is not None and not row.revoked and row.secret_sha256 == digest
 
 
 def _read(path: Path) -> Credentials | None:

@@ -45,8 +45,9 @@ async def _import(source: str, name: str | None, config: Path | None, data: Path
     console = Console(highlight=False)
     async with open_for_command(config, data) as (_, registry):
         with Steps(console) as steps, steps.step(f"Import {source}") as report:
-            version = await registry.import_model(source, name=name, progress=report)
-    console.print(f"{version.model}@{version.version} ({decimal(version.num_bytes)})")
+            imported = await registry.import_model(source, name=name, progress=report)
+    version, note = imported.version, "" if imported.created else ", which was there already"
+    console.print(f"{version.model}@{version.version} ({decimal(version.num_bytes)}){note}")
 
 
 async def _list(config: Path | None, data: Path | None) -> None:

@@ -17,8 +17,10 @@ from rich.console import Console
 
 from headrace.adapters.store.embedded import EmbeddedPostgres
 from headrace.adapters.store.migrate import migrate
-from headrace.apps import pki, roots
+from headrace.apps import pki
+from headrace.apps.config import WorkerAddress
 from headrace.apps.local import DataDir, Ready, WorkerEndpoint, write_private
+from headrace.apps.localconfig import Local, gateway_config, worker_config
 from headrace.apps.localsetup import ensure_keys, ensure_model, ensure_salt_secret
 from headrace.apps.logs import Progress
 from headrace.apps.processes import Child
@@ -91,15 +93,25 @@ class Platform:
         with Steps(self._console) as steps:
             with steps.step("PostgreSQL"):
                 database_url = await asyncio.to_thread(self._postgres.start)
-                await asyncio.to_thread(migrate, database_url)
+                await migrate(database_url)
             storage = StorageConfig(database_url, str(self._directory.blobs), str(self._directory.cache))
             write_private(self._directory.storage, dump(StorageFile(storage)).encode())
             async with open_storage(storage) as (store, registry):
                 credentials = await ensure_keys(store, self._directory)
                 with steps.step("Model") as report:
                     version = await ensure_model(registry, self._options.model, report)
-            model = f"{version.model}@{version.version}"
-            workers = self._make_services(storage, model)
+            local = Local(
+                model=f"{version.model}@{version.version}",
+                engine=self._options.engine,
+                dtype=self._options.dtype,
+                storage=storage,
+                num_workers=self._options.num_workers,
+                num_gateways=self._options.num_gateways,
+                host=self._options.host,
+                port=self._options.port,
+                salt_secret=ensure_salt_secret(self._directory),
+            )
+            workers = self._make_services(local)
             for service in self._services:
                 service.child.start()
             for service in self._services:
@@ -112,44 +124,27 @@ class Platform:
             api_key=credentials.api_key,
             admin_key=credentials.admin_key,
             pids=self._pids(),
-            model=model,
+            model=local.model,
             workers=workers,
         )
         self._publish(ready)
         return ready
 
-    def _make_services(self, storage: StorageConfig, model: str) -> list[WorkerEndpoint]:
+    def _make_services(self, local: Local) -> list[WorkerEndpoint]:
         """Write one configuration file for each process, as an operator of a fleet would, and make its child."""
-        pki.ensure_authority(self._directory.tls)
-        options, endpoints, addresses = self._options, [], []
-        for index in range(options.num_workers):
-            name, port, http_port = f"worker-{index}", _free_port(), _free_port()
-            config = roots.local_worker(
-                name=name,
-                model=model,
-                engine=options.engine,
-                dtype=options.dtype,
-                num_threads=max(1, (os.cpu_count() or 1) // options.num_workers),
-                storage=storage,
-                certificates=pki.ensure_certificate(self._directory.tls, "worker"),
-                ports=(port, http_port),
-            )
-            addresses.append((name, port))
-            endpoints.append(WorkerEndpoint(name, f"http://127.0.0.1:{http_port}/metrics"))
-            self._add_service("worker", name, config, f"http://127.0.0.1:{http_port}/readyz")
-        for index in range(options.num_gateways):
-            name, config = (
-                f"gateway-{index}",
-                roots.local_gateway(
-                    address=(options.host, options.port),
-                    shared_port=options.num_gateways > 1,
-                    storage=storage,
-                    workers=addresses,
-                    certificates=pki.ensure_certificate(self._directory.tls, "gateway"),
-                    salt_secret=ensure_salt_secret(self._directory),
-                ),
-            )
-            self._add_service("gateway", name, config, f"http://127.0.0.1:{options.port}/readyz")
+        tls = self._directory.tls
+        pki.ensure_authority(tls)
+        endpoints, addresses = [], []
+        for index in range(local.num_workers):
+            listen_port, http_port = _free_port(), _free_port()
+            config = worker_config(local, index, pki.ensure_certificate(tls, "worker"), listen_port, http_port)
+            addresses.append(WorkerAddress(config.name, f"127.0.0.1:{listen_port}"))
+            endpoints.append(WorkerEndpoint(config.name, f"http://127.0.0.1:{http_port}/metrics"))
+            self._add_service("worker", config.name, config, f"http://127.0.0.1:{http_port}/readyz")
+        for index in range(local.num_gateways):
+            internal_port = _free_port()
+            gateway = gateway_config(local, index, pki.ensure_certificate(tls, "gateway"), addresses, internal_port)
+            self._add_service("gateway", gateway.name, gateway, f"http://127.0.0.1:{internal_port}/readyz")
         return endpoints
 
     def _add_service(self, command: str, name: str, config: msgspec.Struct, ready_url: str) -> None:

@@ -52,7 +52,7 @@ class Child:
         self._environment = {**os.environ, **(environment or {})}
         self._on_progress = on_progress
         self._process: asyncio.subprocess.Process | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -66,7 +66,7 @@ class Child:
 
     async def stop(self, timeout_s: float) -> bool:
         """SIGTERM, then SIGKILL after ``timeout_s``. True if it ended by itself. Idempotent."""
-        self._stopping = True
+        self._stopping.set()
         process, clean = self._process, True
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -95,7 +95,7 @@ class Child:
 
     async def _keep_up(self) -> None:
         backoff_s = BACKOFF_START_S
-        while not self._stopping:
+        while not self._stopping.is_set():
             started = time.monotonic()
             self.num_starts += 1
             self._process = await asyncio.create_subprocess_exec(
@@ -109,7 +109,7 @@ class Child:
             )
             await self._copy_output(self._process)
             self.last_exit = await self._process.wait()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if time.monotonic() - started > HEALTHY_AFTER_S:
                 backoff_s = BACKOFF_START_S

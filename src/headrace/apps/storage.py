@@ -72,7 +72,7 @@ async def open_for_command(config: Path | None, data: Path | None) -> AsyncItera
         postgres = EmbeddedPostgres(directory.postgres)
         url = await asyncio.to_thread(postgres.start)
         try:
-            await asyncio.to_thread(migrate, url)
+            await migrate(url)
             async with open_storage(StorageConfig(url, str(directory.blobs), str(directory.cache))) as opened:
                 yield opened
         finally:

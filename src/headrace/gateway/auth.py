@@ -34,6 +34,12 @@ def new_key(tenant_id: TenantId, role: Role, *, created_at: float) -> tuple[str,
     return f"hr-{key_id}-{secret}", stored
 
 
+def split_key(plaintext: str) -> tuple[KeyId, bytes] | None:
+    """The key's id and the SHA-256 of its secret; None if the text is not of the right form."""
+    parsed = _KEY.fullmatch(plaintext)
+    return None if parsed is None else (KeyId(parsed[1]), hashlib.sha256(parsed[2].encode()).digest())
+
+
 def cache_salt(secret: str, tenant_id: TenantId) -> str:
     """The tenant's prefix-cache scope: equal in all gateways, and nothing that a caller sends changes it."""
     return hmac.new(secret.encode(), tenant_id.encode(), hashlib.sha256).hexdigest()[:32]
@@ -91,11 +97,11 @@ class Authenticator:
         if authorization is None:
             raise Unauthenticated("You didn't provide an API key. Send one as 'Authorization: Bearer <key>'.")
         scheme, _, credential = authorization.partition(" ")
-        parsed = _KEY.fullmatch(credential.strip())
+        parsed = split_key(credential.strip())
         if scheme.lower() != "bearer" or parsed is None:
             raise Unauthenticated(_WRONG)
-        key = await self._find(KeyId(parsed[1]))
-        digest = hashlib.sha256(parsed[2].encode()).digest()
+        key_id, digest = parsed
+        key = await self._find(key_id)
         expected = key.secret_sha256 if key is not None else bytes(32)
         if not hmac.compare_digest(digest, expected) or key is None:
             raise Unauthenticated(_WRONG)
