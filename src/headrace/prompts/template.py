@@ -17,6 +17,7 @@ from headrace.prompts.tokenizer import read_json, special_token
 _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MAX_TEMPLATE_CHARS = 1_000_000
 _MAX_NESTING = 64
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _MIN_TOJSON_CHARS = 512
 """What a call of ``tojson`` counts for at least: it costs far more than its instruction."""
 
@@ -52,6 +53,8 @@ class ChatTemplate:
     It renders what ``transformers`` renders: blocks are trimmed, ``tojson`` leaves HTML alone, ``raise_exception`` and
     ``strftime_now`` exist, ``{% generation %}`` marks nothing. A template can reach neither files nor attributes of
     Python objects, and works on a copy of the messages. May be used from any thread.
+
+    Known differences: ``title()`` looks for spaces only, and ``%`` does not format strings (``format`` does).
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class ChatTemplate:
             ModelFormatError: as the constructor; or the files cannot be read.
         """
         config = read_json(directory / "tokenizer_config.json")
-        special = {**read_json(directory / "special_tokens_map.json"), **config}
+        special_tokens_map = read_json(directory / "special_tokens_map.json")
         templates = _configured_templates(config.get("chat_template"), directory)
         named = {"default": directory / "chat_template.jinja"}
         named.update({path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))})
@@ -106,7 +109,8 @@ class ChatTemplate:
         if not templates:
             return None
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-        variables = {name: token for name in names if (token := special_token(special, name)) is not None}
+        tokens = {name: special_token(config, name) or special_token(special_tokens_map, name) for name in names}
+        variables = {name: token for name, token in tokens.items() if token is not None}
         return cls(templates, variables=variables, limits=limits)
 
     @property
@@ -142,7 +146,7 @@ class ChatTemplate:
             "documents": None,
             **self._variables,
             **{key: copy.of(value) for key, value in variables.items()},
-            "messages": [copy.of({k: v for k, v in message.items() if v is not None}) for message in messages],
+            "messages": [copy.of(_as_templates_know_it(message)) for message in messages],
             "tools": copy.of(tools),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -205,6 +209,13 @@ class ChatTemplate:
 
     def _strftime_now(self, form: str) -> str:
         return self._now().strftime(form)
+
+
+def _as_templates_know_it(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Without keys that have no value; and reasoning, which clients call by several names, by those templates read."""
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[name] for name in _REASONING if name in present), None)
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 def _raise_exception(message: object = "") -> None:

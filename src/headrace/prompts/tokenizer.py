@@ -107,7 +107,8 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=add_special_tokens)
         if self._num_pending >= MAX_PENDING_ENCODES:
             raise Overloaded(f"{self._num_pending} long texts wait for the tokenizer; try again", retry_after_s=1.0)
-        self._num_pending += 1
+        with _PENDING:
+            self._num_pending += 1
         work = self._pool.submit(self.encode, text, add_special_tokens=add_special_tokens)
         work.add_done_callback(self._encoded)
         return await asyncio.wrap_future(work)
@@ -146,12 +147,17 @@ class Tokenizer:
         """The bytes of every token; None for a tokenizer whose tokens have none of their own."""
         return self._pieces
 
+    @property
+    def num_pending(self) -> int:
+        """Long texts that wait for a thread, or are being encoded in one."""
+        return self._num_pending
+
     def close(self) -> None:
         """End the threads. Idempotent; waiting encodes are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _encoded(self, _work: object) -> None:
-        # Called in whichever thread finished or cancelled the work; int subtraction alone is not atomic.
+        # Called in whichever thread finished or cancelled the work.
         with _PENDING:
             self._num_pending -= 1
 
