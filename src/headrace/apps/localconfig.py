@@ -10,6 +10,7 @@ from headrace.adapters.engine.tls import TlsFiles
 from headrace.apps.config import GatewayProcess, WorkerAddress, WorkerProcess
 from headrace.apps.logs import LogConfig
 from headrace.apps.storage import StorageConfig
+from headrace.dispatch.config import DispatchConfig
 from headrace.engine.config import EngineConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.worker.config import WorkerConfig
@@ -68,6 +69,7 @@ def gateway_config(
         gateway=GatewayConfig(salt_secret=local.salt_secret),
         storage=local.storage,
         workers=workers,
+        dispatch=DispatchConfig(reconnect_max_s=0.5),  # on loopback a try costs nothing, and a person waits for it
         tls=tls,
         log=LogConfig(format="json"),
         die_with_parent=True,

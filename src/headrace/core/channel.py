@@ -8,7 +8,7 @@ import asyncio
 import socket
 import ssl
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -93,9 +93,9 @@ class Channel(asyncio.Protocol):
     # --- called by asyncio -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        _give_up_on_unacknowledged(transport)
+        # uvloop's TLS transports are Transports in everything but their base class, so isinstance would refuse them.
+        self._transport = cast("asyncio.Transport", transport)
+        _give_up_on_unacknowledged(self._transport)
         self._peer.connected(self)
 
     def data_received(self, data: bytes) -> None:
