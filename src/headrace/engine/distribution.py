@@ -12,6 +12,8 @@ _WINDOWS = (256, 4096)
 """How many of the likeliest tokens to look at before all of them are sorted."""
 _TILE_ROWS = 8
 """Rows worked on together: few enough for their probabilities to stay in a CPU's cache."""
+_FILTERED_TILE_ROWS = 32
+"""More of those that are filtered, for which the number of small operations counts as well."""
 
 
 def draw(
@@ -32,30 +34,33 @@ def draw(
     vocab = logits.shape[1]
     filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    tile = _TILE_ROWS if logits.device.type == "cpu" else len(logits)
-    for start in range(0, len(logits), tile):
-        rows = slice(start, start + tile)
-        tempered = logits[rows] - logits[rows].amax(1, keepdim=True)
-        tempered /= temperature[rows, None]
-        mask = filtered[rows]
-        if not bool(mask.any()):
-            chosen[rows] = _draw_all(tempered, uniform[rows])
-            continue
-        picked = torch.empty(len(tempered), dtype=torch.int64, device=logits.device)
-        plain = (~mask).nonzero()[:, 0]
-        if len(plain):
-            picked[plain] = _draw_all(tempered[plain], uniform[rows][plain])
-        kept = mask.nonzero()[:, 0]
-        picked[kept] = _draw_filtered(
-            tempered[kept], top_k[rows][kept], top_p[rows][kept], min_p[rows][kept], uniform[rows][kept]
-        )
-        chosen[rows] = picked
+    for rows in _tiles((~filtered).nonzero()[:, 0], _TILE_ROWS):
+        chosen[rows] = _draw_all(_tempered(logits, temperature, rows), uniform[rows])
+    for rows in _tiles(filtered.nonzero()[:, 0], _FILTERED_TILE_ROWS):
+        tempered = _tempered(logits, temperature, rows)
+        chosen[rows] = _draw_filtered(tempered, top_k[rows], top_p[rows], min_p[rows], uniform[rows])
     return chosen
 
 
+def _tiles(rows: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
+    size = num_rows if rows.device.type == "cpu" else max(1, len(rows))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _tempered(logits: torch.Tensor, temperature: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Logits of ``rows`` over their temperatures, moved so that the likeliest token's is 0."""
+    tempered = logits[rows]
+    tempered -= tempered.amax(1, keepdim=True)
+    tempered /= temperature[rows, None]
+    return tempered
+
+
 def _draw_all(tempered: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """From all tokens: first the chunk of the vocabulary that the number falls into, then the token inside it."""
-    weights = _chunked(tempered.exp())
+    """From all tokens: first the chunk of the vocabulary that the number falls into, then the token inside it.
+
+    Overwrites ``tempered``.
+    """
+    weights = _chunked(tempered.exp_())
     borders = weights.sum(2, dtype=torch.float64).cumsum(1)
     target = uniform * borders[:, -1]
     chunk = _first_above(borders, target)
@@ -76,10 +81,12 @@ def _draw_filtered(
     open_rows = torch.arange(len(tempered), device=tempered.device)
     for window in (*(w for w in _WINDOWS if w < vocab), vocab):
         values, ids = tempered[open_rows].topk(window, dim=1)
-        num_kept = _count_kept(values, k[open_rows], top_p[open_rows], min_p[open_rows], total[open_rows])
+        limit = k[open_rows]
+        num_kept = _count_kept(values, limit, top_p[open_rows], min_p[open_rows], total[open_rows])
         # Not settled while the window's end is kept, or as likely as the last token that is: more may lie beyond.
+        # Nor while top_k reaches beyond the window, since top_p is a share of all that top_k leaves.
         edge = values.gather(1, num_kept[:, None] - 1)[:, 0]
-        settled = (values[:, -1] < edge) | (window == vocab)
+        settled = (values[:, -1] < edge) & ((limit <= window) | (limit == vocab)) | (window == vocab)
         rows = open_rows[settled]
         if len(rows):
             chosen[rows] = _draw_kept(values[settled], ids[settled], num_kept[settled], uniform[rows])

@@ -4,7 +4,7 @@ A wrong block, slot, position or length anywhere changes what it says.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,6 +106,15 @@ class Bench:
             self.core.add(request)
         self.run()
         return [self.tokens(request.sequence_id) for request in requests]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few kilobytes gain nothing from threads, and lose much where other tests want the cores too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 MakeBench = Callable[..., Bench]

@@ -7,7 +7,7 @@ from headrace.core.errors import ContextLengthExceeded, InvalidRequest
 from headrace.core.requests import FinishReason, ServiceClass
 from headrace.engine.scheduler import Limits
 
-PROMPTS = [[5, 6, 7], list(range(40)), [9], list(range(10, 31)), list(range(40)) + [3], [2] * 17]
+PROMPTS = [[5, 6, 7], list(range(40)), [9], list(range(10, 31)), [*list(range(40)), 3], [2] * 17]
 
 SETTINGS = {
     "greedy": {},
@@ -319,7 +319,7 @@ def test_blocks_of_a_failed_sequence_are_not_shared(make_bench, make_request):
             raise Boom
 
     bench.model.before = poison
-    prompt = list(range(30)) + [66]
+    prompt = [*list(range(30)), 66]
     bench.generate(make_request("bad", prompt))
     bench.generate(make_request("next", prompt[:20]))
     assert bench.last("next").timing.num_cached_tokens == 0
