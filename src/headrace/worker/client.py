@@ -126,7 +126,7 @@ class Client:
         self.told_credit = load.credit
         self.quiet = False
         frame = StepFrame(step=step, deltas=deltas, load=load, service=service)
-        self._channel.send(Frame(frame, self.num_submits_seen, draining))
+        self._send(Frame(frame, self.num_submits_seen, draining))
 
     def add_service(self, service: dict[TenantId, int]) -> None:
         """Remember service of a step whose frame is not sent to this client; the next one that is carries it."""
@@ -182,8 +182,16 @@ class Client:
             # A dead engine is the service's to announce: it says goodbye to everyone.
             log.warning("no statistics", error=str(error))
             return
-        if self._channel is not None and not self._gone:
-            self._channel.send(StatsReply(request_id, stats))
+        self._send(StatsReply(request_id, stats))
+
+    def _send(self, message: Message) -> None:
+        if self._channel is None or self._gone:
+            return
+        try:
+            self._channel.send(message)
+        except ProtocolError as error:
+            # Too large, or not expressible: this client must not take the others down.
+            self.broken(error)
 
     def _forget(self, why: str) -> None:
         if self._gone:

@@ -1,7 +1,6 @@
 """The worker: one engine, many clients, one frame per step for each of them."""
 
 import asyncio
-import contextlib
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -91,6 +90,8 @@ class WorkerService:
             loop.create_task(self._beat(), name="worker-beat"),
             loop.create_task(self._watch(), name="worker-watch"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
 
     async def serve(self) -> None:
         """Run until the worker was drained or closed; :meth:`start` first if that has not happened.
@@ -113,6 +114,7 @@ class WorkerService:
         if self._drain_task is None:
             self._draining = True
             self._drain_task = asyncio.get_running_loop().create_task(self._drain(), name="worker-drain")
+            self._drain_task.add_done_callback(self._on_task_done)
 
     async def drain(self) -> None:
         """:meth:`begin_drain`, and wait until every sequence has ended and every client was told."""
@@ -122,11 +124,10 @@ class WorkerService:
     async def close(self) -> None:
         """Stop now: sequences in flight are lost, clients are told. Idempotent."""
         self._finish(GoodbyeReason.CLOSED, "the worker was stopped")
-        for task in [*self._tasks, self._drain_task]:
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        tasks = [task for task in (*self._tasks, self._drain_task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._http is not None:
             await self._http.stop()
         await self._engine.close()
@@ -267,6 +268,14 @@ class WorkerService:
         credit = share(self._credit(load.credit), max(1, len(self._clients)), index, self._turn)
         client_load = msgspec.structs.replace(load, credit=credit)
         client.send_frame(self._last_step, deltas, client_load, {}, draining=self._draining)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """A worker with a part missing would look alive and serve nobody: it ends instead."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.critical("a part of the worker failed", part=task.get_name(), exc_info=error)
+            self._failure = EngineDead(f"a part of the worker failed ({task.get_name()}); its log says why")
+            self._finish(GoodbyeReason.ENGINE_DEAD, str(self._failure))
 
     async def _pump(self) -> None:
         try:

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from headrace.core.errors import ConfigError, EngineDead
+from headrace.core.errors import ConfigError, EngineDead, InvalidRequest
 from headrace.core.requests import FinishReason
 from headrace.core.wire import Abort, Drain, GoodbyeReason, StatsReply, StatsRequest, Submit
 from headrace.worker.config import WorkerConfig
@@ -299,3 +299,39 @@ async def test_addresses_that_do_not_work_are_named(listen: str, complaint: str)
 
     with pytest.raises(ConfigError, match=complaint):
         await WorkerService(FakeEngine(), WorkerConfig(listen=listen, http_listen=None), on_stuck=pytest.fail).start()
+
+
+@pytest.mark.parametrize("part", ["_on_frame", "_judge", "_submit_held"])
+async def test_a_worker_with_a_broken_part_ends_instead_of_looking_alive(host, request_for, monkeypatch, part) -> None:
+    async with host() as hosted:
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError
+
+        client = await hosted.client()
+        monkeypatch.setattr(hosted.service, part, fail)
+        client.send(Submit(request_for("a")))
+        goodbye = await client.goodbye()
+
+        assert goodbye.reason is GoodbyeReason.ENGINE_DEAD
+        with pytest.raises(EngineDead, match="a part of the worker failed"):
+            await asyncio.wait_for(hosted.serving, 5)
+
+
+async def test_an_answer_that_cannot_be_sent_costs_only_its_client(host, request_for, monkeypatch) -> None:
+    async with host(step_s=0.001) as hosted:
+        submit = hosted.engine.submit
+
+        def refuse_with_nonsense(request) -> None:
+            if request.sequence_id == "bad":
+                raise InvalidRequest("\ud800")
+            submit(request)
+
+        monkeypatch.setattr(hosted.engine, "submit", refuse_with_nonsense)
+        one, two = await hosted.client(), await hosted.client()
+        two.send(Submit(request_for("a", 60)))
+        one.send(Submit(request_for("bad")))
+
+        assert (await one.goodbye()).reason is GoodbyeReason.PROTOCOL_ERROR
+        await two.until(lambda: two.ended("a"))
+        assert len(two.tokens("a")) == 60
