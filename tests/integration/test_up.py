@@ -43,6 +43,7 @@ class Running:
 
     def __init__(self, data: Path, *flags: str) -> None:
         self.ready_file = data.parent / "ready.json"
+        self.ready_file.unlink(missing_ok=True)
         self.output = data.parent / "up.txt"
         command = [sys.executable, "-m", "headrace", "up", "--data", str(data), "--ready-file", str(self.ready_file)]
         command += ["--port", str(free_port()), *flags]

@@ -15,8 +15,8 @@ from headrace.engine.config import EngineConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.worker.config import WorkerConfig
 
-FAKE_TOKENS = range(1000, 2000)
-"""What the fake engine says: ids that are ordinary words and pieces of words in every common vocabulary."""
+FAKE = FakeConfig(vocab_size=1 << 20, token_ids=tuple(range(1000, 1256)), max_num_seqs=1024, step_s=0.01)
+"""It takes any prompt, and says what are words and pieces of words in every common vocabulary."""
 
 LOCAL_KV_CACHE_BYTES = 2 << 30
 """Over all workers of this machine, which other programs need as well: about 90,000 tokens of the demo model."""
@@ -49,7 +49,7 @@ def worker_config(local: Local, index: int, tls: TlsFiles, listen_port: int, htt
         storage=local.storage,
         tls=tls,
         engine=engine,
-        fake=FakeConfig(vocab_size=FAKE_TOKENS.stop, first_token_id=FAKE_TOKENS.start, max_num_seqs=1024, step_s=0.01),
+        fake=FAKE,
         worker=WorkerConfig(listen=f"127.0.0.1:{listen_port}", http_listen=f"127.0.0.1:{http_port}"),
         log=LogConfig(format="json"),
         die_with_parent=True,

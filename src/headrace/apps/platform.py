@@ -79,6 +79,7 @@ class Platform:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, stop.set)
         began = time.monotonic()
+        self._unpublish()  # what a killed predecessor left there is not true
         try:
             await _unless(stop, self._serve(began))
         finally:
@@ -200,12 +201,15 @@ class Platform:
         for path in filter(None, (self._directory.ready, self._options.ready_file)):
             write_private(path, data)
 
+    def _unpublish(self) -> None:
+        for path in filter(None, (self._directory.ready, self._options.ready_file)):
+            path.unlink(missing_ok=True)
+
     async def _shut_down(self) -> None:
         """Gateways drain and stop first, then workers, then the database."""
         if self._services:
             self._console.print("[dim]Stopping …[/]")
-        for path in filter(None, (self._directory.ready, self._options.ready_file)):
-            path.unlink(missing_ok=True)
+        self._unpublish()
         for kind in ("gateway", "worker"):
             children = [s.child for s in self._services if s.child.name.startswith(kind)]
             clean = await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in children))
