@@ -154,16 +154,24 @@ class Platform:
         found: list[str] = []
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
-            found = [
-                f"{name} = {value:g}"
-                for metrics, names in ((self.worker_metrics(), WORKER_IDLE), (self.gateway_metrics(), GATEWAY_IDLE))
-                for name in names
-                if (value := find_metric(metrics, name)) != 0
-            ]
+            try:
+                found = self._held()
+            except OSError as error:
+                found = [f"metrics cannot be read: {error}"]
             if not found:
                 break
             time.sleep(0.1)
         return found
+
+    def _held(self) -> list[str]:
+        self.reread()
+        sources = ((self.worker_metrics(), WORKER_IDLE), (self.gateway_metrics(), GATEWAY_IDLE))
+        return [
+            f"{name} = {value:g}"
+            for metrics, names in sources
+            for name in names
+            if (value := find_metric(metrics, name)) != 0
+        ]
 
 
 def headrace_up(arguments: list[str]) -> list[str]:
