@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import traceback
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -110,10 +111,14 @@ class Call:
         await self.answer(error_json(error), status=error.status, headers=[*error_headers(error), *headers])
 
     def note_error(self, error: Exception) -> None:
-        """Remember what went wrong, for the log and the metrics; a defect of ours is logged with its traceback."""
+        """Remember what went wrong, for the log and the metrics; a defect of ours is logged with where it happened."""
         self.error = as_headrace(error)
         if self.error is not error:
-            _log.error("defect", request_id=self.request_id, exc_info=error)
+            # Neither the message nor local variables: both may hold what the caller sent.
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+            _log.error("defect", request_id=self.request_id, kind=type(error).__name__, frames=frames)
 
     async def read_json(self) -> bytes:
         """The request's body.

@@ -21,6 +21,9 @@ from headrace.gateway.errors import error_json
 _GRACE_S = 2.0
 """After streams were told to end, what they may take to say so."""
 
+_LINGER_S = 1.0
+"""After a refusal, how long a client may go on sending before the connection is cut."""
+
 
 class _GuardedProtocol(HttpToolsProtocol):
     """One connection. ``limits`` is set by :func:`_protocol`.
@@ -36,6 +39,8 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._in_head = True
         self._refusal: HeadraceError | None = None
+        self._lingering = False
+        """Refused: what still comes is read and dropped, because closing now would destroy the answer on its way."""
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -49,12 +54,14 @@ class _GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
         if self._in_head:
             self._num_head_bytes += len(data)
             if self._read_timer is None:
                 self._arm_read(self.limits.header_timeout_s)
         super().data_received(data)
-        if self._in_head and self._num_head_bytes > self.limits.max_header_bytes and not self.transport.is_closing():
+        if self._in_head and not self._lingering and self._num_head_bytes > self.limits.max_header_bytes:
             self._refuse(HeadersTooLarge(f"The headers exceed {self.limits.max_header_bytes} bytes."))
 
     def on_message_begin(self) -> None:
@@ -105,10 +112,18 @@ class _GuardedProtocol(HttpToolsProtocol):
             b"connection: close\r\n\r\n",
             body,
         ]
+        self._disarm_read()
         # In the middle of an answer to an earlier request, another one would only garble it.
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.write(b"".join(lines))
-        self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        self._lingering = True
+        self.transport.write(b"".join(lines))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._read_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def _arm_read(self, timeout_s: float) -> None:
         self._disarm_read()

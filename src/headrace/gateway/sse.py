@@ -19,6 +19,7 @@ from headrace.gateway.errors import Headers, error_json
 from headrace.gateway.models import ServedModel
 from headrace.gateway.schema import Params
 from headrace.gateway.shapes import chat_logprobs, fingerprint, legacy_logprobs, usage_object
+from headrace.gateway.timing import FIRST_STAGES
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -144,10 +145,8 @@ class SseResponse:
             (b"cache-control", b"no-cache"),
             # Asks nginx not to collect the events.
             (b"x-accel-buffering", b"no"),
+            (b"server-timing", self._call.breakdown.server_timing(FIRST_STAGES).encode()),
         ]
-        timing = self._call.breakdown.server_timing()
-        if timing:
-            headers.append((b"server-timing", timing.encode()))
         await self._call.begin(200, headers)
 
     async def write(self, events: bytes) -> None:

@@ -1,5 +1,7 @@
 """Where the time of one request went: the stages of ``Server-Timing`` and of the metrics."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 STAGES = (
@@ -14,6 +16,9 @@ STAGES = (
     "detokenize",
     "write",
 )
+
+FIRST_STAGES = ("auth", "template", "tokenize")
+"""What is over when a stream's headers are sent."""
 
 
 class Breakdown(msgspec.Struct):
@@ -35,10 +40,9 @@ class Breakdown(msgspec.Struct):
     write: float = 0.0
     """Encoding and sending, with waiting for a client that reads slowly."""
 
-    def server_timing(self) -> str:
-        """The value of a ``Server-Timing`` header: milliseconds of each stage that took any time."""
-        parts = [f"{stage};dur={value * 1000:.3f}" for stage in STAGES if (value := getattr(self, stage)) > 0]
-        return ", ".join(parts)
+    def server_timing(self, stages: Sequence[str] = STAGES) -> str:
+        """The value of a ``Server-Timing`` header, in milliseconds."""
+        return ", ".join([f"{stage};dur={getattr(self, stage) * 1000:.3f}" for stage in stages])
 
     def milliseconds(self) -> dict[str, float]:
         """Every stage under ``<stage>_ms``, for the log."""

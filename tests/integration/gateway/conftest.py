@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
+import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.adapters.engine.fake import FakeConfig, FakeEngine
@@ -148,7 +149,6 @@ class Platform:
 
     async def stop(self) -> None:
         self.server.should_exit = True
-        self.server.force_exit = True
         await self.serving
 
     @property
@@ -224,9 +224,9 @@ def fake_config() -> Callable[..., FakeConfig]:
     return fake
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def launch(model_dir: Path) -> AsyncIterator[Callable[..., "asyncio.Future[Platform]"]]:
-    """Start a platform with other settings than the usual ones: ``await launch({"w0": fake_config(...)}, **limits)``."""
+    """Start a platform with settings of the test: ``await launch({"w0": fake_config(...)}, **limits)``."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*args: object, **options: object) -> Platform:
@@ -237,7 +237,10 @@ async def launch(model_dir: Path) -> AsyncIterator[Callable[..., "asyncio.Future
         yield start
 
 
-@pytest.fixture
-async def platform(launch: Callable[..., "asyncio.Future[Platform]"]) -> Platform:
-    """One worker without delays."""
-    return await launch()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def platform(model_dir: Path) -> AsyncIterator[Platform]:
+    """One worker without delays, shared by the tests of a module; they leave it as it was."""
+    async with contextlib.AsyncExitStack() as stack:
+        platform = Platform(model_dir)
+        await platform.start(stack)
+        yield platform

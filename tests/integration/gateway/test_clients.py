@@ -5,6 +5,8 @@ import asyncio
 import openai
 import pytest
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 MESSAGES = [{"role": "user", "content": "Say something."}]
 
 
