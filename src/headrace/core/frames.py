@@ -1,4 +1,7 @@
-"""What an engine says: one frame per step, for all sequences at once."""
+"""What an engine says: one frame per step, for all sequences at once.
+
+What comes once per token has ``gc=False``: it cannot be part of a cycle, and the collector need not look at it.
+"""
 
 import msgspec
 
@@ -6,7 +9,7 @@ from headrace.core.ids import SequenceId, TenantId, VersionId
 from headrace.core.requests import FinishReason
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one position: the chosen token's, and the likeliest alternatives' in order."""
 
     token_id: int
@@ -17,7 +20,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """``(token_id, logprob)``, likeliest first; as many as were asked for."""
 
 
-class SequenceTiming(msgspec.Struct, frozen=True, array_like=True):
+class SequenceTiming(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a sequence's time inside the engine went, in seconds. Sent with the last delta."""
 
     wait_s: float
@@ -31,7 +34,7 @@ class SequenceTiming(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int
 
 
-class SequenceDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class SequenceDelta(msgspec.Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
     """New tokens of one sequence in one step; the last delta of a sequence has ``finish`` set."""
 
     sequence_id: SequenceId
@@ -46,7 +49,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     """With ``FinishReason.ERROR``: ``HeadraceError.code`` of what happened; see ``errors.from_code``."""
 
 
-class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a dispatcher needs to know to choose an engine."""
 
     num_running: int
