@@ -192,7 +192,7 @@ def near_names(name: str, known: Sequence[str]) -> list[str]:
         return max(difflib.SequenceMatcher(None, name.lower(), text).ratio() for text in (whole, start))
 
     scored = sorted(((likeness(candidate), candidate) for candidate in known), key=lambda pair: (-pair[0], pair[1]))
-    return [candidate for score, candidate in scored[:3] if score >= _NEAR]
+    return [candidate for score, candidate in scored[:3] if name and score >= _NEAR]
 
 
 def _check_name(name: str) -> str:
