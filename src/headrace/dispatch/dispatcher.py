@@ -219,7 +219,7 @@ class Dispatcher:
         ticket = self._tickets.pop(sequence_id, None)
         if ticket is not None:
             self._queue.remove(ticket)
-        elif stream.state is StreamState.RUNNING and stream.breakdown.worker_id is not None:
+        elif stream.breakdown.worker_id is not None:
             self._links[stream.breakdown.worker_id].abort(stream)
         stream.leave()
         if not self._streams:

@@ -95,7 +95,7 @@ class WorkerLink:
         stream.start(self.worker_id, self._clock.monotonic())
 
     def abort(self, stream: GenerationStream) -> None:
-        """Take a running sequence back. Its last delta, when it comes, finds nobody."""
+        """Take a sequence back if it still runs. Its last delta, when it comes, finds nobody."""
         if self.streams.pop(stream.request.sequence_id, None) is not None and self._engine is not None:
             self._engine.abort(stream.request.sequence_id)
 

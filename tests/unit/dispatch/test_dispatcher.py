@@ -260,6 +260,15 @@ async def _enter(dispatcher: Dispatcher, of: GenerationRequest, version: Version
         yield stream
 
 
+async def test_what_was_just_submitted_counts_before_the_worker_reports_it() -> None:
+    workers = Puppet(), Puppet()
+    async with dispatching(*workers) as dispatcher, AsyncExitStack() as stack:
+        await stack.enter_async_context(dispatcher.stream(request("long", num_prompt=300), MODEL))
+        for name in ("a", "b", "c"):
+            await stack.enter_async_context(dispatcher.stream(request(name), MODEL))
+        assert sorted(worker.submitted for worker in workers) == [["a", "b", "c"], ["long"]]
+
+
 async def test_a_full_queue_refuses() -> None:
     engine = Puppet(credit=0)
     config = msgspec.structs.replace(FAST, max_queued_requests=1)

@@ -88,6 +88,14 @@ def word_piece(raw_word_piece: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer(raw_word_piece.to_str().encode())
 
 
+@pytest.fixture(scope="session")
+def decodes_oddly(raw_byte_level: tokenizers.Tokenizer) -> Tokenizer:
+    """Byte-level, with one more step of decoding, so that its tokens are not known to be bytes."""
+    raw = tokenizers.Tokenizer.from_str(raw_byte_level.to_str())
+    raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("a", "b")])
+    return Tokenizer(raw.to_str().encode())
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path, raw_byte_level: tokenizers.Tokenizer) -> Path:
     """A model directory with a tokenizer.json that carries its training's truncation and padding."""

@@ -26,7 +26,8 @@ def cut(text: str, borders: list[int]) -> list[str]:
 
 
 @given(texts, stop_lists, st.lists(st.integers(0, 30)), st.booleans())
-@example("aab", ["ab"], [1, 2], False)
+@example("aaab", ["aab"], [1, 2], False)
+@example("ab", ["b", "ab"], [1], False)
 @example("abab.", ["abab.", "ba"], [], False)
 def test_what_is_shown_is_the_text_up_to_the_first_stop_however_it_is_cut(
     text: str, stops: list[str], borders: list[int], include: bool

@@ -100,6 +100,8 @@ def test_the_first_space_after_a_prompt_is_part_of_the_text(byte_fallback: Token
     token_ids = byte_fallback.encode("hello")
     assert streamed(TextStream(byte_fallback, prompt_ids=[]), token_ids)[0] == "hello"
     assert streamed(TextStream(byte_fallback, prompt_ids=token_ids), token_ids)[0] == " hello"
+    only_special = [byte_fallback.token_id("<|start|>") or 0]
+    assert streamed(TextStream(byte_fallback, prompt_ids=only_special), token_ids)[0] == "hello"
 
 
 def test_after_a_stop_nothing_more_comes(byte_level: Tokenizer) -> None:
@@ -119,3 +121,12 @@ def test_tokens_that_look_at_their_neighbours_join_as_the_library_joins_them(
     prompt_ids = word_piece.encode(prompt)
     text = streamed(TextStream(word_piece, prompt_ids=prompt_ids), token_ids)[0]
     assert raw_word_piece.decode(prompt_ids) + text == raw_word_piece.decode(prompt_ids + token_ids)
+
+
+@given(text=st.text("aé日🙂 ", max_size=20))
+def test_unknown_decoders_break_no_characters_either(decodes_oddly: Tokenizer, text: str) -> None:
+    assert decodes_oddly.pieces is None
+    stream = TextStream(decodes_oddly, prompt_ids=[])
+    parts = [stream.push([token_id]).text for token_id in decodes_oddly.encode(text)] + [stream.finish().text]
+    assert "".join(parts) == text.replace("a", "b")
+    assert "�" not in "".join(parts)

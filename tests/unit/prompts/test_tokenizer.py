@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.errors import InvalidRequest, ModelFormatError, RequestTooLarge
@@ -41,6 +41,7 @@ def test_byte_fallback_replaces_only_the_broken_bytes(byte_fallback: Tokenizer) 
 
 
 @given(plain_text)
+@example("<tool call>naïve☃<|end|>")
 def test_any_text_survives_the_round_trip(byte_level: Tokenizer, text: str) -> None:
     assert byte_level.decode(byte_level.encode(text), skip_special_tokens=False) == text
 
@@ -66,6 +67,7 @@ def test_load_forgets_truncation_and_padding(model_dir: Path) -> None:
     token_ids = tokenizer.encode("hello world " * 20)
     assert len(token_ids) > 9
     assert tokenizer.decode(token_ids) == "hello world " * 20
+    assert len(tokenizer.encode("x")) == 1
 
 
 @pytest.mark.parametrize(
