@@ -48,7 +48,7 @@ class Episode(msgspec.Struct, frozen=True):
     dishonest: dict[str, int]
     num_hung: int
     recovery_s: float | None
-    """From the kill to the end of the first successful request that was sent after it; None if there was none."""
+    """From the kill until a request sent after it had succeeded and the victim was alive again; None: never."""
     disturbed_s: float
     """From the kill to the last failure."""
     leaks: list[str]
@@ -104,9 +104,12 @@ async def episode(platform: harness.Platform, victim: str, num_users: int, settl
         raise SystemExit(f"no request succeeded before the kill: {_count(load.records)}")
     killed_at = time.monotonic()
     os.kill(platform.reread().pids[victim], signal.SIGKILL)
-    recovered_at = await load.succeeds_after(killed_at, RECOVERY_LIMIT_S)
-    if recovered_at is not None and not await _started_again(platform, victim, killed_at + RECOVERY_LIMIT_S):
-        recovered_at = None
+    moments = (
+        await load.succeeds_after(killed_at, RECOVERY_LIMIT_S),
+        # A request need not show that the victim is back: keys, for one, are cached.
+        await _started_again(platform, victim, killed_at + RECOVERY_LIMIT_S),
+    )
+    recovery_s = None if None in moments else max(moment for moment in moments if moment is not None) - killed_at
     await asyncio.sleep(settle_s)
     load.stop()
     await running
@@ -120,22 +123,24 @@ async def episode(platform: harness.Platform, victim: str, num_users: int, settl
         errors=errors,
         dishonest={kind: num for kind, num in errors.items() if not kind.startswith(HONEST[victim])},
         num_hung=errors.get("timeout", 0),
-        recovery_s=None if recovered_at is None else recovered_at - killed_at,
+        recovery_s=recovery_s,
         disturbed_s=max(failures, default=killed_at) - killed_at,
-        leaks=await asyncio.to_thread(platform.leaks) if recovered_at is not None else ["never recovered"],
+        leaks=await asyncio.to_thread(platform.leaks) if recovery_s is not None else ["never recovered"],
         stray_processes=sorted((after - before).elements()),
     )
 
 
-async def _started_again(platform: harness.Platform, victim: str, deadline: float) -> bool:
-    """Whether the supervisor has the victim alive again, which a request need not show: keys, say, are cached."""
+async def _started_again(platform: harness.Platform, victim: str, deadline: float) -> float | None:
+    """When the supervisor had the victim alive again and the gateway said that it was ready; None if not in time."""
+    ready_url = platform.ready.base_url.removesuffix("/v1") + "/readyz"
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, KeyError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, KeyError, msgspec.MsgspecError, psutil.NoSuchProcess):
             pid = platform.reread().pids[victim]
-            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                return True
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                await asyncio.to_thread(harness.get, ready_url)
+                return time.monotonic()
         await asyncio.sleep(0.05)
-    return False
+    return None
 
 
 def _count(records: list[RequestRecord]) -> dict[str, int]:

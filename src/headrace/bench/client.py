@@ -143,7 +143,7 @@ async def send(
         record.error = "timeout"
     except aiohttp.ClientConnectorError:
         record.error = "connect"
-    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError):
+    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, ConnectionError):
         record.error = "disconnected"
     except (aiohttp.ClientError, EventTooLarge, msgspec.MsgspecError, UnicodeDecodeError) as error:
         record.error = f"malformed:{type(error).__name__}"
