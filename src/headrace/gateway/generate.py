@@ -37,6 +37,8 @@ class TokenStream(Protocol):
 
     @property
     def breakdown(self) -> StreamBreakdown: ...
+    @property
+    def num_unread(self) -> int: ...
     def __aiter__(self) -> AsyncIterator[SequenceDelta]: ...
 
 
@@ -68,18 +70,27 @@ class Sink(Protocol):
 
 
 class Choice(msgspec.Struct):
-    """One sequence to generate, and its text so far."""
+    """One sequence to generate, and what of it is not sent yet."""
 
     index: int
     request: GenerationRequest
     detokenizer: TextStream
     include_stop: bool
-    num_tokens: int = 0
+    text: str = ""
+    logprobs: list[TokenLogprobs] = []
+    """Of the tokens of ``text``."""
+    held_back: list[TokenLogprobs] = []
+    """Of tokens whose text may yet become part of a stop string, or of a character."""
     num_chars: int = 0
-    pending: list[TokenLogprobs] = []
-    """Of tokens whose text is held back."""
-    num_seen_chars: int = 0
-    """Characters of all tokens that came, shown or held back."""
+    """Characters of text so far, sent or not."""
+    num_token_chars: int = 0
+    """Characters of the tokens whose log-probabilities were let go."""
+
+    def take(self) -> tuple[str, list[TokenLogprobs]]:
+        """The text that is not sent yet, with its log-probabilities; they are the caller's now."""
+        taken = self.text, self.logprobs
+        self.text, self.logprobs = "", []
+        return taken
 
 
 class Admission:
@@ -143,9 +154,14 @@ class Generation:
             async for delta in stream:
                 if delta.token_ids:
                     previous = self._note_tokens(len(delta.token_ids), previous)
-                if await self._push(choice, delta, sink):
+                finish_reason = self._push(choice, delta)
+                if finish_reason is not None:
                     self._note_end(stream.breakdown, delta.timing)
+                    await sink.last(choice.index, *choice.take(), finish_reason)
                     return
+                # A client or a gateway that falls behind gets fewer and larger chunks.
+                if choice.text and stream.num_unread == 0:
+                    await sink.text(choice.index, *choice.take())
         raise EngineDead("The worker's stream ended before the generation did.")
 
     def _note_tokens(self, num_tokens: int, previous: float | None) -> float:
@@ -156,8 +172,8 @@ class Generation:
             self._call.first_token_at = now
         return now
 
-    async def _push(self, choice: Choice, delta: SequenceDelta, sink: Sink) -> bool:
-        """Turn new tokens into text; True when the choice has ended."""
+    def _push(self, choice: Choice, delta: SequenceDelta) -> str | None:
+        """Add new tokens to the choice's text; its finish reason when it has ended."""
         if delta.finish is FinishReason.ERROR:
             raise InternalError(delta.error or "The engine gave up on this request.")
         if delta.finish is FinishReason.ABORT:
@@ -176,36 +192,30 @@ class Generation:
             rest = choice.detokenizer.finish()
             text, stopped_by = text + rest.text, rest.stopped_by
         self._call.breakdown.detokenize += self._call.clock.monotonic() - start
-        choice.num_tokens += num_tokens
+        self._call.usage.num_output += num_tokens
         ended = stopped_by is not None or delta.finish is not None
-        if logprobs or choice.pending:
-            logprobs = self._release(choice, logprobs, text, all_of_them=ended and stopped_by is None)
+        choice.text += text
         choice.num_chars += len(text)
-        if ended:
-            reason = "length" if stopped_by is None and delta.finish is FinishReason.LENGTH else "stop"
-            self._call.usage.num_output += choice.num_tokens
-            self._call.finish_reasons.append(reason)
-            await sink.last(choice.index, text, logprobs, reason)
-        elif text:
-            await sink.text(choice.index, text, logprobs)
-        return ended
+        if logprobs or choice.held_back:
+            choice.held_back += logprobs
+            self._release(choice, all_of_them=ended and stopped_by is None)
+        if not ended:
+            return None
+        reason = "length" if stopped_by is None and delta.finish is FinishReason.LENGTH else "stop"
+        self._call.finish_reasons.append(reason)
+        return reason
 
-    def _release(
-        self, choice: Choice, new: list[TokenLogprobs], text: str, *, all_of_them: bool
-    ) -> list[TokenLogprobs]:
-        """The entries of tokens whose text, or its beginning, is shown by now; the others wait with their text."""
-        waiting = choice.pending + new
-        if all_of_them:
-            choice.pending = []
-            return waiting
-        shown = choice.num_chars + len(text)
-        for position, entry in enumerate(waiting):
-            if choice.num_seen_chars >= shown:
-                choice.pending = waiting[position:]
-                return waiting[:position]
-            choice.num_seen_chars += len(self._model.tokenizer.token_text(entry.token_id))
-        choice.pending = []
-        return waiting
+    def _release(self, choice: Choice, *, all_of_them: bool) -> None:
+        """Let go of the entries of tokens whose text, or its beginning, is shown by now."""
+        num_shown = len(choice.held_back)
+        if not all_of_them:
+            for position, entry in enumerate(choice.held_back):
+                if choice.num_token_chars >= choice.num_chars:
+                    num_shown = position
+                    break
+                choice.num_token_chars += len(self._model.tokenizer.token_text(entry.token_id))
+        choice.logprobs += choice.held_back[:num_shown]
+        choice.held_back = choice.held_back[num_shown:]
 
     def _note_end(self, stream: StreamBreakdown, engine: SequenceTiming | None) -> None:
         times = self._call.breakdown

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from headrace.core.errors import HeadraceError, ModelNotFound, Unavailable
+from headrace.core.errors import ModelNotFound, Unavailable
 from headrace.core.frames import EngineDescription
 from headrace.core.ids import ModelName, VersionId
 from headrace.ports.store import ModelVersion
@@ -21,6 +21,7 @@ _log = structlog.get_logger("headrace.gateway.models")
 _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 30.0
 _MAX_REMEMBERED = 1000
+_MAX_KEPT = 8
 _TEXT_FILES = frozenset({"config.json", "generation_config.json", "special_tokens_map.json"})
 
 
@@ -94,6 +95,11 @@ class ModelDirectory:
             self._remember(key[0])
             if key not in self._loaded and key not in self._loading:
                 self._loading[key] = asyncio.create_task(self._load(key), name=f"load-text-{key[0]}@{key[1]}")
+        # Versions come and go with rollouts, and workers with their restarts: the last few are kept for their return.
+        # In-flight requests hold what they use, and a tokenizer's threads end when nobody holds it.
+        gone = [key for key in self._loaded if key not in described]
+        for key in gone[:-_MAX_KEPT]:
+            del self._loaded[key]
         self._served = _by_name(described, self._loaded)
 
     def served(self) -> list[ServedModel]:
@@ -126,6 +132,7 @@ class ModelDirectory:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._loading.clear()
         for loaded in self._loaded.values():
             loaded.tokenizer.close()
 
@@ -149,7 +156,7 @@ class ModelDirectory:
                 try:
                     self._loaded[key] = await self._load_once(key)
                     return
-                except (HeadraceError, OSError) as error:
+                except Exception as error:  # noqa: BLE001 - whatever is wrong with one model, it is tried again
                     _log.warning("model_text_not_loaded", model=key[0], version=key[1], error=str(error))
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, _RETRY_MOST_S)
