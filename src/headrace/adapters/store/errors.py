@@ -24,14 +24,13 @@ def translated() -> Iterator[None]:
     """Turn every way of not reaching the database into ``StoreUnavailable``.
 
     Raises:
-        StoreUnavailable: the database cannot be reached, is starting or stopping, or does not answer in time.
+        StoreUnavailable: the database cannot be reached, refuses us, is starting or stopping, or does not answer in
+            time. What it said stands in the message; the driver gives no code to tell these apart.
         InvalidRequest: a value is none that the database can hold, such as text with a NUL.
-        ConfigError: it answers, but refuses: wrong password, no such database, no schema.
+        ConfigError: it has no schema, or an old one.
     """
     try:
         yield
-    except (psycopg.errors.InvalidPassword, psycopg.errors.InvalidCatalogName) as error:
-        raise ConfigError(f"the database refuses: {_first_line(error)}") from error
     except psycopg.errors.UndefinedTable as error:
         raise ConfigError(f"the database has no schema yet, or an old one: {_first_line(error)}; migrate it") from error
     except psycopg.DataError as error:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import psycopg
 from psycopg.rows import dict_row
-from psycopg_pool import AsyncConnectionPool
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from headrace.adapters.store.errors import translated
 from headrace.core.errors import Conflict, NotFound, StoreUnavailable
@@ -131,36 +131,40 @@ class PostgresStore:
     # How statements run
 
     async def _read(self, name: str, values: Mapping[str, object]) -> list[_Row]:
-        """Run a statement that changes nothing; one lost connection is forgiven.
+        """Run a statement that changes nothing; connections that turn out to be dead are passed over.
 
         After a restart of the database every pooled connection is dead, and only use tells.
         """
-
-        async def twice() -> list[_Row]:
-            try:
-                return await self._run(name, values)
-            except (psycopg.OperationalError, psycopg.InterfaceError):
-                await self._pool.check()
-                return await self._run(name, values)
-
-        return await self._bounded(twice)
+        return await self._bounded(lambda: self._run(name, values, again=True))
 
     async def _write(self, name: str, values: Mapping[str, object]) -> list[_Row]:
         """Run a statement once: whether one whose connection broke took effect is not known.
 
-        So that a pooled connection that died long ago does not count as that, it is tried first.
+        So that a pooled connection that died long ago does not count as that, each is tried before it is used.
         """
+        return await self._bounded(lambda: self._run(name, values, again=False))
 
-        async def once() -> list[_Row]:
-            await self._pool.check()
-            return await self._run(name, values)
-
-        return await self._bounded(once)
-
-    async def _run(self, name: str, values: Mapping[str, object]) -> list[_Row]:
+    async def _run(self, name: str, values: Mapping[str, object], *, again: bool) -> list[_Row]:
+        for _ in range(self._pool.max_size):
+            sent = False
+            try:
+                async with self._pool.connection() as connection:
+                    if not again:
+                        await self._pool.check_connection(connection)
+                    sent = True
+                    return await self._execute(connection, name, values)
+            except PoolTimeout:
+                raise
+            except (psycopg.OperationalError, psycopg.InterfaceError):
+                if sent and not again:
+                    raise
+        # Every connection that the pool had was dead; one that it makes now is not.
         async with self._pool.connection() as connection:
-            cursor = await connection.execute(statement(name), values)
-            return await cursor.fetchall() if cursor.description else []
+            return await self._execute(connection, name, values)
+
+    async def _execute(self, connection: _Connection, name: str, values: Mapping[str, object]) -> list[_Row]:
+        cursor = await connection.execute(statement(name), values)
+        return await cursor.fetchall() if cursor.description else []
 
     async def _bounded(self, operation: Callable[[], Awaitable[T]]) -> T:
         # A task of its own: cancelling a statement asks the server, and a server that hangs does not answer that
