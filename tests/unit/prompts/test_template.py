@@ -192,6 +192,13 @@ def test_limits_can_be_set() -> None:
         chat.render([])
 
 
+def test_calls_of_tojson_are_bounded_on_their_own() -> None:
+    source = "{% for i in range(3) %}{{ i | tojson }}{% endfor %}"
+    assert ChatTemplate({"default": source}).render([]) == "012"
+    with pytest.raises(InvalidRequest, match="did not end"):
+        ChatTemplate({"default": source}, limits=TemplateLimits(num_tojson_chars=1000)).render([])
+
+
 @pytest.mark.parametrize("source", ["{{ 1 + }}", "{% for %}", "{% if x %}", "{{ 'a", "{% nonsense %}"])
 def test_a_template_that_is_not_valid_is_found_when_it_is_loaded(source: str) -> None:
     with pytest.raises(ModelFormatError, match="chat template 'default' is not valid"):
