@@ -8,7 +8,7 @@ import torch
 from headrace.core.errors import ModelFormatError
 from headrace.nn.config import ModelConfig
 from headrace.nn.model import CausalLM, Layer
-from headrace.nn.ops.choose import make_linear, make_ops
+from headrace.nn.ops.choose import make_ops
 from headrace.nn.ops.interface import HeadNorms
 from headrace.nn.ops.linear import Linear
 from headrace.nn.safetensors import Checkpoint, TensorInfo
@@ -36,7 +36,7 @@ def load_model(
     layers = [_load_layer(config, weights, index) for index in range(config.num_layers)]
     final_norm = weights.take("model.norm.weight")
     head_weight = embedding if config.tie_embeddings else weights.take("lm_head.weight")
-    head = make_linear(head_weight)
+    head = Linear(head_weight)
     return CausalLM(
         config,
         make_ops(config, dtype, device),
@@ -136,7 +136,7 @@ def _load_layer(config: ModelConfig, weights: _Weights, index: int) -> Layer:
 
     def linear(*names: str, bias: bool) -> Linear:
         weight = weights.take(*(f"{prefix}{name}.weight" for name in names))
-        return make_linear(weight, weights.take(*(f"{prefix}{name}.bias" for name in names)) if bias else None)
+        return Linear(weight, weights.take(*(f"{prefix}{name}.bias" for name in names)) if bias else None)
 
     head_norms = None
     if config.qk_norm:

@@ -90,7 +90,7 @@ class CausalLM:
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(ops.add_norm(residual, delta, layer.input_norm))
-            attended = ops.attention(qkv, layer.head_norms, step, kv.keys[index], kv.values[index], layer.window)
+            attended = ops.attention(qkv, layer.head_norms, step, kv, index, layer.window)
             if index == len(self._layers) - 1 and step.logit_rows is not None:
                 if not len(step.logit_rows):
                     return residual.new_empty(0, config.vocab_size)

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.nn.batch import StepBatch
 from headrace.nn.rope import Rotary
+
+TILE_TOKENS = 8
+"""Queries that attend together: enough to reuse a key while it is in a register, few enough to share out evenly."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,29 @@ class Step:
     def write_offsets(self) -> torch.Tensor:
         """``[num_tokens]`` int64: the offset inside that block."""
         return torch.from_numpy(self.batch.slot_mapping.astype(np.int64) % self.block_size).to(self.device)
+
+    @cached_property
+    def longest_query(self) -> int:
+        """The most tokens that one sequence has in this step."""
+        return int(np.diff(self.batch.query_start).max())
+
+    @cached_property
+    def tiles(self) -> npt.NDArray[np.int32]:
+        """The queries cut into pieces of one sequence each, at most ``TILE_TOKENS`` long: ``[num_tiles, 4]``.
+
+        Columns: sequence, first token, number of tokens, position of the first token. The costly ones come first.
+        """
+        batch = self.batch
+        query_lens = np.diff(batch.query_start)
+        num_tiles = -(-query_lens // TILE_TOKENS)
+        sequence = np.repeat(np.arange(batch.num_seqs), num_tiles)
+        first_of_sequence = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        offset = (np.arange(len(sequence)) - first_of_sequence) * TILE_TOKENS
+        length = np.minimum(query_lens[sequence] - offset, TILE_TOKENS)
+        position = (batch.kv_lens - query_lens)[sequence] + offset
+        tiles = np.stack([sequence, batch.query_start[sequence] + offset, length, position], axis=1)
+        by_cost = np.argsort(-(position + length), kind="stable")
+        return np.ascontiguousarray(tiles[by_cost], dtype=np.int32)
 
     @cached_property
     def sequences(self) -> list["SequenceSpan"]:

@@ -1,10 +1,10 @@
-"""How many threads compute: one number for every library that keeps a pool of its own."""
+"""How many threads compute: torch's number, because kernels run on torch's threads too."""
 
 import torch
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Use ``num_threads`` for matrix products and kernels alike. Call it before the first forward pass.
+    """Use ``num_threads`` for matrix products and kernels alike; for the whole process.
 
     Raises:
         ValueError: ``num_threads`` is less than 1.

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from headrace.nn.config import ModelConfig
+from headrace.nn.kv import KVCache
 from headrace.nn.step import Step
 
 
@@ -18,7 +19,10 @@ class HeadNorms:
 
 
 class Ops(Protocol):
-    """All tensors are contiguous and of the model's dtype and device; sums inside are in float32 at least."""
+    """All tensors are contiguous and of the model's dtype and device; sums inside are in float32 at least.
+
+    A result may live in memory that the next call of the same operation uses again: consume it first.
+    """
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """Add ``delta`` to ``residual`` in place; return its RMSNorm scaled by ``weight``, ``[num_rows, hidden]``."""
@@ -33,15 +37,15 @@ class Ops(Protocol):
         qkv: torch.Tensor,
         norms: HeadNorms | None,
         step: Step,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: KVCache,
+        layer: int,
         window: int | None,
     ) -> torch.Tensor:
         """Causal attention of the step's tokens over their sequences' caches.
 
         Normalises heads where ``norms`` says so, rotates queries and keys, writes keys and values to the cache, and
-        attends. ``qkv [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim]`` may be overwritten; ``keys`` and
-        ``values`` are one layer of the cache. Returns ``[num_tokens, num_heads × head_dim]``.
+        attends. ``qkv [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim]`` may be overwritten. Returns
+        ``[num_tokens, num_heads × head_dim]``.
         """
         ...
 

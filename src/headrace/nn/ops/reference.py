@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.nn.config import ModelConfig
+from headrace.nn.kv import KVCache
 from headrace.nn.ops.interface import HeadNorms, scale_of
 from headrace.nn.step import SequenceSpan, Step
 
@@ -28,8 +29,8 @@ class ReferenceOps:
         qkv: torch.Tensor,
         norms: HeadNorms | None,
         step: Step,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: KVCache,
+        layer: int,
         window: int | None,
     ) -> torch.Tensor:
         config = self._config
@@ -39,6 +40,7 @@ class ReferenceOps:
             query = rms_norm(query, norms.query, config.rms_norm_eps)
             key = rms_norm(key, norms.key, config.rms_norm_eps)
         query, key = rotate(query, step.cos, step.sin), rotate(key, step.cos, step.sin)
+        keys, values = kv.keys[layer], kv.values[layer]
         keys[step.write_blocks, :, :, step.write_offsets] = key
         values[step.write_blocks, :, step.write_offsets] = value
         outputs = [self._attend(query[span.start : span.end], keys, values, span, window) for span in step.sequences]

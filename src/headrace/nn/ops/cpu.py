@@ -1,0 +1,131 @@
+"""The operations as numba kernels, for float32 and bfloat16 on the CPU."""
+
+import torch
+
+from headrace.nn.config import ModelConfig
+from headrace.nn.kv import KVCache
+from headrace.nn.ops import kernels
+from headrace.nn.ops.interface import HeadNorms, scale_of
+from headrace.nn.ops.reference import ReferenceOps
+from headrace.nn.ops.vector import LANES
+from headrace.nn.step import TILE_TOKENS, Step
+
+DTYPES = (torch.float32, torch.bfloat16)
+_TURN_ELEMENTS = 8192
+"""Elements a thread takes at a time: a few microseconds of work, above what taking a turn and waking a thread cost."""
+
+_MAX_ROWS = 6
+"""Query rows per register block: 6 × 4 accumulators fit beside their operands in 32 registers."""
+
+
+class CpuOps:
+    """The interface in :mod:`headrace.nn.ops.interface`; head or block sizes that do not fill vectors go to torch."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._num_bits = 8 * dtype.itemsize
+        self._eps = config.rms_norm_eps
+        self._reference = ReferenceOps(config)
+        self._both_norms: dict[int, tuple[HeadNorms, torch.Tensor]] = {}
+        self._scratch: dict[tuple[str, int], torch.Tensor] = {}
+        self._scratch_rows = 0
+        self._add_norm = kernels.make_add_norm(self._num_bits, self._eps)
+        self._silu_mul = kernels.make_silu_mul(self._num_bits)
+
+    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        if delta is None:
+            return self._reference.add_norm(residual, delta, weight)
+        num_rows, size = residual.shape
+        output = self._buffer("normed", num_rows, size)
+        pointers = (residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), output.data_ptr())
+        turn, alone = _turn(num_rows, size)
+        self._add_norm.run(num_rows, (*pointers, size, turn), alone=alone)
+        return output
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        output = self._buffer("activated", num_rows, size)
+        turn, alone = _turn(num_rows, 4 * size)
+        self._silu_mul.run(num_rows, (gate_up.data_ptr(), output.data_ptr(), size, turn), alone=alone)
+        return output
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        step: Step,
+        kv: KVCache,
+        layer: int,
+        window: int | None,
+    ) -> torch.Tensor:
+        config = self._config
+        if config.head_dim % LANES or kv.block_size % LANES or kernels.CHUNK_TOKENS % kv.block_size:
+            return self._reference.attention(qkv, norms, step, kv, layer, window)
+        heads = (self._num_bits, config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size)
+        batch, num_tokens = step.batch, qkv.shape[0]
+        keys, values = kv.keys[layer].data_ptr(), kv.values[layer].data_ptr()
+        both = None if norms is None else self._norms(norms)
+        turn, alone = _turn(num_tokens, qkv.shape[1])
+        kernels.make_rotate_and_store(*heads, self._eps).run(
+            num_tokens,
+            (
+                qkv.data_ptr(),
+                0 if both is None else both.data_ptr(),
+                0 if both is None else 2,
+                step.cos.data_ptr(),
+                step.sin.data_ptr(),
+                batch.slot_mapping.ctypes.data,
+                keys,
+                values,
+                kv.num_blocks,
+                turn,
+            ),
+            alone=alone,
+        )
+        output = self._buffer("attended", num_tokens, config.num_heads * config.head_dim)
+        tiles = step.tiles
+        kernels.make_attend(*heads, scale_of(config), TILE_TOKENS, self._rows(step)).run(
+            len(tiles) * config.num_kv_heads,
+            (
+                qkv.data_ptr(),
+                keys,
+                values,
+                batch.block_table.ctypes.data,
+                tiles.ctypes.data,
+                output.data_ptr(),
+                num_tokens,
+                kv.num_blocks,
+                *batch.block_table.shape,
+                window or 0,
+            ),
+        )
+        return output
+
+    def _rows(self, step: Step) -> int:
+        """Rows of a register block: a decode tile has only its group's, a prefill tile has plenty."""
+        group = self._config.num_heads // self._config.num_kv_heads
+        longest = min(TILE_TOKENS, step.longest_query)
+        return min(_MAX_ROWS, group * longest)
+
+    def _norms(self, norms: HeadNorms) -> torch.Tensor:
+        """Both weights one below the other, made once: the model keeps its weights, so identity is enough."""
+        held = self._both_norms.get(id(norms))
+        if held is None:
+            held = self._both_norms[id(norms)] = (norms, torch.stack([norms.query, norms.key]))
+        return held[1]
+
+    def _buffer(self, name: str, num_rows: int, num_columns: int) -> torch.Tensor:
+        """Memory for one operation's result, the same in every layer of a step and in every step of this size."""
+        if num_rows != self._scratch_rows:
+            self._scratch.clear()
+            self._scratch_rows = num_rows
+        buffer = self._scratch.get((name, num_columns))
+        if buffer is None:
+            buffer = self._scratch[name, num_columns] = torch.empty(num_rows, num_columns, dtype=self._dtype)
+        return buffer
+
+
+def _turn(num_rows: int, row_work: int) -> tuple[int, bool]:
+    """How many rows a thread takes at a time, and whether all of them are too little to wake other threads for."""
+    return max(1, _TURN_ELEMENTS // row_work), num_rows * row_work <= _TURN_ELEMENTS

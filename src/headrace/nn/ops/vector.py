@@ -1,0 +1,314 @@
+"""What numba lacks for these kernels: bfloat16, an accurate fast exponential, and register-blocked inner loops.
+
+bfloat16 arrays appear as their bits in ``uint16``. Every intrinsic here works for those and for ``float32``. The inner
+loops are written as LLVM vectors of 16 lanes; LLVM splits them where the machine's registers are narrower.
+"""
+# ruff: noqa: ARG001  # an intrinsic's parameters are its signature inside kernels; its Python body sees only their types
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types as numba_types
+from numba.core import cgutils as numba_cgutils
+from numba.extending import intrinsic as numba_intrinsic
+
+LANES = 16
+_MAX_ACCUMULATORS = 24  # of 32 vector registers, the rest hold operands
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_I16 = ir.IntType(16)
+_VF32 = ir.VectorType(_F32, LANES)
+_VI32 = ir.VectorType(_I32, LANES)
+_VI16 = ir.VectorType(_I16, LANES)
+# A product and a sum may fuse, which only makes them more accurate.
+_FUSE = ("contract",)
+
+# numba types only some of itself.
+types: Any = numba_types
+cgutils: Any = numba_cgutils
+
+Codegen = Callable[[Any, ir.IRBuilder, Any, Any], Any]
+
+
+def intrinsic(function: Callable[..., tuple[Any, Codegen]]) -> Any:
+    """Make ``function`` callable inside kernels, there without its first parameter; literals stay literals."""
+    return numba_intrinsic(prefer_literal=True)(function)
+
+
+@intrinsic
+def take_items(typingctx: Any, words: Any, num_items: Any) -> tuple[Any, Codegen]:
+    """Add ``num_items`` to the first of ``words``, atomically among threads, and return what it was."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
+
+    return types.int64(types.CPointer(types.int64), types.int64), codegen
+
+
+@intrinsic
+def elements_at(typingctx: Any, address: Any, num_bits: Any) -> tuple[Any, Codegen]:
+    """A pointer to stored elements of a model's dtype: ``num_bits`` is 16 for bfloat16, 32 for float32 (a literal)."""
+    element = types.uint16 if num_bits.literal_value == 16 else types.float32
+    return _pointer_from(element, num_bits)
+
+
+@intrinsic
+def float32_at(typingctx: Any, address: Any) -> tuple[Any, Codegen]:
+    """A pointer to float32."""
+    return _pointer_from(types.float32)
+
+
+@intrinsic
+def int32_at(typingctx: Any, address: Any) -> tuple[Any, Codegen]:
+    """A pointer to int32."""
+    return _pointer_from(types.int32)
+
+
+def _pointer_from(element: Any, *rest: Any) -> tuple[Any, Codegen]:
+    pointer = types.CPointer(element)
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, *rest), codegen
+
+
+@intrinsic
+def widen(typingctx: Any, value: Any) -> tuple[Any, Codegen]:
+    """A stored element as float32."""
+    if value == types.float32:
+        return types.float32(value), lambda _context, _builder, _signature, args: args[0]
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def narrow(typingctx: Any, like: Any, value: Any) -> tuple[Any, Codegen]:
+    """A float32 as an element of the array ``like``, rounded to the nearest even where that is bfloat16."""
+    if like.dtype == types.float32:
+        return types.float32(like, types.float32), lambda _context, _builder, _signature, args: args[1]
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[1], _I32)
+        lowest_kept = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = builder.add(bits, builder.add(lowest_kept, ir.Constant(_I32, 0x7FFF)))
+        # Adding to a NaN's bits can carry it to infinity or a number: keep it, made quiet.
+        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
+        rounded = builder.select(is_nan, builder.or_(bits, ir.Constant(_I32, 0x400000)), rounded)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
+
+    return types.uint16(like, types.float32), codegen
+
+
+@intrinsic
+def exp(typingctx: Any, x: Any) -> tuple[Any, Codegen]:
+    """e to the ``x`` in float32, relative error below 1e-7 × 2; arguments are clipped to ±87.
+
+    Reduction to ``[-ln 2 / 2, ln 2 / 2]`` with ln 2 in two parts, then the polynomial of Cephes' ``expf``.
+    """
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        def const(value: float) -> Any:
+            return ir.Constant(_F32, value)
+
+        def fma(a: Any, b: Any, c: Any) -> Any:
+            return builder.fadd(builder.fmul(a, b, flags=_FUSE), c, flags=_FUSE)
+
+        x = args[0]
+        x = builder.select(builder.fcmp_ordered("<", x, const(87.0)), x, const(87.0))
+        x = builder.select(builder.fcmp_ordered(">", x, const(-87.0)), x, const(-87.0))
+        # Adding 1.5 × 2^23 rounds to a whole number and leaves it in the low bits.
+        shifted = fma(x, const(_f32(1.4426950408889634)), const(12582912.0))
+        whole = builder.fsub(shifted, const(12582912.0))
+        rest = fma(whole, const(-0.693359375), x)
+        rest = fma(whole, const(_f32(2.12194440e-4)), rest)
+        poly = const(_f32(1.9875691500e-4))
+        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            poly = fma(poly, rest, const(_f32(coefficient)))
+        poly = fma(poly, builder.fmul(rest, rest), rest)
+        poly = builder.fadd(poly, const(1.0))
+        exponent = builder.shl(builder.bitcast(shifted, _I32), ir.Constant(_I32, 23))
+        return builder.bitcast(builder.add(builder.bitcast(poly, _I32), exponent), _F32)
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def add(typingctx: Any, total: Any, term: Any) -> tuple[Any, Codegen]:
+    """A float32 sum that may be taken in any order, so that a loop over it becomes vectors."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return builder.fadd(args[0], args[1], flags=("reassoc", "contract", "nsz"))
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
+def larger(typingctx: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+    """The larger of two float32 that are not NaN, in a form that a loop over it becomes vectors."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        is_larger = builder.fcmp_ordered(">", args[0], args[1], flags=("nnan", "nsz"))
+        return builder.select(is_larger, args[0], args[1], flags=("nnan", "nsz"))
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
+def score_block(
+    typingctx: Any,
+    query: Any,
+    query_at: Any,
+    keys: Any,
+    keys_at: Any,
+    scores: Any,
+    scores_at: Any,
+    scores_stride: Any,
+    num_rows: Any,
+    head_dim: Any,
+    block_size: Any,
+) -> tuple[Any, Codegen]:
+    """``scores[r, t] = Σ_d query[r, d] × keys[d, t]`` for one block; ``query`` and ``scores`` are float32.
+
+    Each ``…_at`` is a flat element offset into its array. The last three arguments are literals.
+    """
+    rows, dim, size = num_rows.literal_value, head_dim.literal_value, block_size.literal_value
+    vectors = size // LANES
+    # Independent partial sums hide the latency of the fused multiply-add when there are few rows.
+    unroll = max(1, 8 // (rows * vectors))
+    while dim % unroll:
+        unroll -= 1
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        q = _pointer(context, builder, signature, args, 0)
+        k = _pointer(context, builder, signature, args, 2)
+        s = _pointer(context, builder, signature, args, 4)
+        sums = [[[_accumulator(builder) for _ in range(vectors)] for _ in range(rows)] for _ in range(unroll)]
+        with cgutils.for_range(builder, _intp(context, dim // unroll)) as loop:
+            first = builder.mul(loop.index, _intp(context, unroll))
+            for part in range(unroll):
+                d = builder.add(first, _intp(context, part))
+                row_start = builder.mul(d, _intp(context, size))
+                tile = [
+                    _load(builder, signature.args[2].dtype, k, builder.add(row_start, _intp(context, v * LANES)))
+                    for v in range(vectors)
+                ]
+                for row in range(rows):
+                    factor = _splat(builder, q, builder.add(d, _intp(context, row * dim)))
+                    for v in range(vectors):
+                        _multiply_add(builder, sums[part][row][v], factor, tile[v])
+        for row in range(rows):
+            start = builder.mul(args[6], _intp(context, row))
+            for v in range(vectors):
+                total = builder.load(sums[0][row][v])
+                for part in range(1, unroll):
+                    total = builder.fadd(total, builder.load(sums[part][row][v]))
+                _store(builder, total, s, builder.add(start, _intp(context, v * LANES)))
+        return context.get_dummy_value()
+
+    return _void(query, keys, scores, types.intp, num_rows, head_dim, block_size), codegen
+
+
+@intrinsic
+def weigh_block(
+    typingctx: Any,
+    weights: Any,
+    weights_at: Any,
+    values: Any,
+    values_at: Any,
+    output: Any,
+    output_at: Any,
+    weights_stride: Any,
+    num_tokens: Any,
+    num_rows: Any,
+    head_dim: Any,
+) -> tuple[Any, Codegen]:
+    """``output[r, d] += Σ_t weights[r, t] × values[t, d]`` over ``num_tokens``; all but ``values`` are float32.
+
+    Each ``…_at`` is a flat element offset into its array. The last two arguments are literals.
+    """
+    rows, dim = num_rows.literal_value, head_dim.literal_value
+    columns = max(1, min(dim // LANES, _MAX_ACCUMULATORS // rows))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        w = _pointer(context, builder, signature, args, 0)
+        v = _pointer(context, builder, signature, args, 2)
+        out = _pointer(context, builder, signature, args, 4)
+        for first in range(0, dim // LANES, columns):
+            offsets = [c * LANES for c in range(first, min(first + columns, dim // LANES))]
+            sums = [[_accumulator(builder) for _ in offsets] for _ in range(rows)]
+            for row in range(rows):
+                for total, offset in zip(sums[row], offsets, strict=True):
+                    builder.store(_load(builder, types.float32, out, _intp(context, row * dim + offset)), total)
+            with cgutils.for_range(builder, args[7]) as loop:
+                token = builder.mul(loop.index, _intp(context, dim))
+                tile = [
+                    _load(builder, signature.args[2].dtype, v, builder.add(token, _intp(context, offset)))
+                    for offset in offsets
+                ]
+                for row in range(rows):
+                    at = builder.add(loop.index, builder.mul(args[6], _intp(context, row)))
+                    factor = _splat(builder, w, at)
+                    for total, value in zip(sums[row], tile, strict=True):
+                        _multiply_add(builder, total, factor, value)
+            for row in range(rows):
+                for total, offset in zip(sums[row], offsets, strict=True):
+                    _store(builder, builder.load(total), out, _intp(context, row * dim + offset))
+        return context.get_dummy_value()
+
+    return _void(weights, values, output, types.intp, types.intp, num_rows, head_dim), codegen
+
+
+def _void(first: Any, second: Any, third: Any, *rest: Any) -> Any:
+    return types.void(first, types.intp, second, types.intp, third, types.intp, *rest)
+
+
+def _f32(value: float) -> float:
+    """The nearest float32, which is what an LLVM float constant must be."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _intp(context: Any, value: int) -> Any:
+    return context.get_constant(types.intp, value)
+
+
+def _pointer(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, index: int) -> Any:
+    array = context.make_array(signature.args[index])(context, builder, args[index])
+    return builder.gep(array.data, [args[index + 1]])
+
+
+def _accumulator(builder: ir.IRBuilder) -> Any:
+    """A zeroed vector on the stack, which LLVM promotes to a register."""
+    slot = cgutils.alloca_once(builder, _VF32)
+    builder.store(ir.Constant(_VF32, [0.0] * LANES), slot)
+    return slot
+
+
+def _load(builder: ir.IRBuilder, dtype: Any, pointer: Any, at: Any) -> Any:
+    address = builder.gep(pointer, [at])
+    if dtype == types.float32:
+        return builder.load(builder.bitcast(address, _VF32.as_pointer()), align=4, typ=_VF32)
+    bits = builder.load(builder.bitcast(address, _VI16.as_pointer()), align=2, typ=_VI16)
+    wide = builder.shl(builder.zext(bits, _VI32), ir.Constant(_VI32, [16] * LANES))
+    return builder.bitcast(wide, _VF32)
+
+
+def _store(builder: ir.IRBuilder, vector: Any, pointer: Any, at: Any) -> None:
+    address = builder.bitcast(builder.gep(pointer, [at]), _VF32.as_pointer())
+    builder.store(vector, address, align=4)
+
+
+def _splat(builder: ir.IRBuilder, pointer: Any, at: Any) -> Any:
+    scalar = builder.load(builder.gep(pointer, [at]))
+    one = builder.insert_element(ir.Constant(_VF32, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(_VF32, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
+
+
+def _multiply_add(builder: ir.IRBuilder, total: Any, a: Any, b: Any) -> None:
+    builder.store(builder.fadd(builder.fmul(a, b, flags=_FUSE), builder.load(total), flags=_FUSE), total)
