@@ -4,8 +4,12 @@ uvicorn reads headers without a limit, waits for them for ever, and answers what
 """
 
 import asyncio
+import contextlib
 import math
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httptools
@@ -169,6 +173,24 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self._gateway = gateway
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on SIGTERM and SIGINT, and then return to the caller, who has more to close.
+
+        uvicorn's own version raises the signal again at the end, which kills the process before that.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gateway.drain()

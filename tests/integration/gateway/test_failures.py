@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 
 import openai
 import pytest
@@ -247,6 +249,18 @@ async def test_draining_lets_streams_finish_and_refuses_new_ones(launch, fake_co
     await asyncio.wait_for(platform.serving, 10)
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", platform.port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_returns(launch, fake_config, number):
+    platform = await launch({"w0": fake_config(step_s=0.002)})
+    running = asyncio.create_task(read_events(platform, max_tokens=50))
+    await platform.until(lambda: platform.num_running() == 1)
+    with platform.server.capture_signals():
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(platform.serving, 10)
+    _, text = await running
+    assert '"finish_reason":"length"' in text
 
 
 async def test_streams_that_outlast_the_drain_end_with_an_error(launch, fake_config):
