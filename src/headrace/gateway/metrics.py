@@ -1,7 +1,7 @@
 """What a gateway counts: vLLM's names where dashboards expect them, ``headrace_*`` for the rest.
 
-Only what a gateway can see is measured here; running and waiting sequences, cache use and token counters are the
-workers' to tell. Label values are bounded: models that are served, routes, statuses, error codes, and so many tenants.
+Under vLLM's names stands only what is measured best from the client's side. Running and waiting sequences, cache use,
+queue, prefill and decode times, and token counters are the workers' to tell: a sum over both would count them twice. Label values are bounded: models that are served, routes, statuses, error codes, and so many tenants.
 """
 
 from bisect import bisect_left
@@ -67,16 +67,11 @@ class GatewayMetrics:
         self._tenants: set[TenantId] = set()
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From request to first token.", _TTFT_BUCKETS)
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "From request to last byte.", _E2E_BUCKETS)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting for a worker.", _E2E_BUCKETS)
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.", _E2E_BUCKETS)
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "First token to last.", _E2E_BUCKETS)
         self._prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt tokens.", _COUNT_BUCKETS)
         self._output_tokens = self._histogram("vllm:request_generation_tokens", "Output tokens.", _COUNT_BUCKETS)
         self.token_gaps = TokenGaps("vllm:inter_token_latency_seconds", "Time between output tokens of a choice.")
         self.registry.register(self.token_gaps)
-        self._success = self._counter(
-            "vllm:request_success", "Choices that ended, by finish_reason.", ["model_name", "finished_reason"]
-        )
+        self._choices = self._counter("headrace_choices", "Choices that ended.", ["model_name", "finish_reason"])
         self._requests = self._counter(
             "headrace_requests", "Answers by route and status.", ["route", "method", "status"]
         )
@@ -114,22 +109,18 @@ class GatewayMetrics:
         return generate_latest(self.registry)
 
     def _finished_generation(self, call: Call, model: str, tenant: str) -> None:
-        times = call.breakdown
         for stage, histogram in self._stages.items():
-            histogram.observe(getattr(times, stage))
+            histogram.observe(getattr(call.breakdown, stage))
         if call.first_token_at is None:
             return
         self._ttft.labels(model).observe(call.first_token_at - call.started_at)
         self._e2e.labels(model).observe(call.clock.monotonic() - call.started_at)
-        self._queue.labels(model).observe(times.queue)
-        self._prefill.labels(model).observe(times.prefill)
-        self._decode.labels(model).observe(times.decode)
         self._prompt_tokens.labels(model).observe(call.usage.num_prompt)
         self._output_tokens.labels(model).observe(call.usage.num_output)
         self._tenant_tokens.labels(tenant, "input").inc(call.usage.num_prompt)
         self._tenant_tokens.labels(tenant, "output").inc(call.usage.num_output)
         for reason in call.finish_reasons:
-            self._success.labels(model, reason).inc()
+            self._choices.labels(model, reason).inc()
 
     def _tenant_label(self, tenant_id: TenantId) -> str:
         if tenant_id not in self._tenants:

@@ -55,7 +55,7 @@ async def test_metrics_have_the_names_that_dashboards_ask_for(launch):
         'vllm:inter_token_latency_seconds_count{model_name="tiny"} 16.0',
         'vllm:inter_token_latency_seconds_bucket{le="+Inf",model_name="tiny"} 16.0',
         'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
-        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 2.0',
+        'headrace_choices_total{finish_reason="length",model_name="tiny"} 2.0',
         'vllm:request_generation_tokens_sum{model_name="tiny"} 18.0',
         'headrace_requests_total{method="POST",route="/v1/chat/completions",status="200"} 1.0',
         'headrace_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0',
