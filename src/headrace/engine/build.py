@@ -32,6 +32,9 @@ Progress = Callable[[str, float], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+_MAX_WARM_UP_TOKENS = 128
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltCore:
     """A warm core and what is known about it."""
@@ -129,38 +132,27 @@ def build_core(
 
 def warm_up(core: EngineCore, limits: Limits, report: Progress) -> None:
     """Run every kind of step twice: the first time compiles kernels, the second gives the first measured speeds."""
-    admission = core.admission
-    prompt_len = max(1, min(limits.max_num_batched_tokens, admission.max_model_len - 8, _most_tokens(limits) - 8))
-    num_tokens = min(4, admission.max_model_len - prompt_len)
     kinds = (
         SamplingParams(temperature=0.0),
         SamplingParams(seed=1, top_p=0.9, logprobs=1),
         SamplingParams(seed=1, frequency_penalty=0.1),
     )
-    for round_number in range(2):
+    longest = min(limits.max_num_batched_tokens, core.admission.max_model_len - 1, _MAX_WARM_UP_TOKENS)
+    for round_number, prompt_len in enumerate((min(8, longest), longest)):
         report("warm up", round_number / 2)
         core.meter.step_s = core.meter.prefill_tokens_per_s = 0.0
+        num_tokens = min(4, core.admission.max_model_len - prompt_len)
         for index, sampling in enumerate(kinds):
-            # Alone first, then beside the others, so that single rows, chunks and mixtures all occur.
-            core.add(
-                GenerationRequest(
-                    SequenceId(f"warm-up/{index}"),
-                    TenantId("warm-up"),
-                    [index % admission.vocab_size] * prompt_len,
-                    StopConditions(num_tokens),
-                    sampling,
-                )
-            )
+            sequence_id = SequenceId(f"warm-up/{index}")
+            # One long prompt measures prefill; the others only join in, so that steps of every mixture occur.
+            prompt = [index % core.admission.vocab_size] * (prompt_len if index == 0 else min(8, prompt_len))
+            core.add(GenerationRequest(sequence_id, TenantId("warm-up"), prompt, StopConditions(num_tokens), sampling))
             core.step()
         while core.has_work:
             core.step()
     core.audit()
     core.forget_history()
     report("warm up", 1.0)
-
-
-def _most_tokens(limits: Limits) -> int:
-    return limits.num_blocks * limits.block_size
 
 
 def _device(config: EngineConfig) -> torch.device:
