@@ -116,7 +116,7 @@ async def test_a_range_is_cut_at_the_end(blobs: Blobs, start: int, length: int, 
 
 async def test_what_is_not_there_is_said(blobs: Blobs, tmp_path: Path) -> None:
     await blobs.put("a/b", b"")
-    for key in ("missing", "a/missing", "missing/b"):
+    for key in ("missing", "a/missing", "missing/b", "a/b/missing"):
         with pytest.raises(NotFound, match="missing"):
             await blobs.get(key)
         with pytest.raises(NotFound, match="missing"):

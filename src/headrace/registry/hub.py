@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import huggingface_hub
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -66,7 +66,7 @@ def fetch(reference: str, progress: Progress) -> Snapshot:
         raise NotFound(f"the hub has no model {model!r}; if it is private, set HF_TOKEN") from error
     except HFValidationError as error:
         raise InvalidRequest(f"{reference!r}: {error}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
         raise Unavailable(
             f"{model} cannot be fetched: the hub cannot be reached, and the local cache does not hold it "
             f"({_first_line(error)})"

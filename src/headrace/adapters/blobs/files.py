@@ -96,7 +96,7 @@ class FileBlobs:
     async def delete(self, key: str) -> None:
         def remove() -> None:
             parts = _split(key)
-            with _translated(key), contextlib.suppress(FileNotFoundError), self._folder(parts[:-1]) as folder:
+            with contextlib.suppress(FileNotFoundError), _translated(key), self._folder(parts[:-1]) as folder:
                 os.unlink(parts[-1], dir_fd=folder)
                 os.fsync(folder)
 
@@ -146,6 +146,7 @@ class FileBlobs:
         parts = _split(key)
         waiting = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         with self._open(key) as source, _translated(key):
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 try:
                     with self._folder(parts[:-1]) as folder:
