@@ -40,7 +40,11 @@ console = Console(highlight=False)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser whose help is the script's own docstring."""
+    """An argument parser whose help is the script's own docstring.
+
+    Also makes SIGTERM end the script as an error would, so that what it started is stopped.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
