@@ -101,7 +101,7 @@ def _log_access(call: Call) -> None:
         "request_id": call.request_id,
         "method": call.scope["method"],
         "route": call.route,
-        "status": 499 if isinstance(error, ClientGone) or call.status is None else call.status,
+        "status": call.outcome,
         "duration_ms": round((call.clock.monotonic() - call.started_at) * 1000, 3),
     }
     if call.key is not None:

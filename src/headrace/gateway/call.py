@@ -73,6 +73,13 @@ class Call:
         assert self.key is not None, "the route's access policy lets anybody in"
         return self.key
 
+    @property
+    def outcome(self) -> int:
+        """The status for logs and metrics: 499 for a client that left, also in the middle of its answer."""
+        if self.status is None or isinstance(self.error, ClientGone):
+            return ClientGone.status
+        return self.status
+
     def header(self, name: bytes) -> str | None:
         """A request header, the last one if it is repeated."""
         value = self.headers.get(name)

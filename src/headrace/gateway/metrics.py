@@ -1,7 +1,8 @@
 """What a gateway counts: vLLM's names where dashboards expect them, ``headrace_*`` for the rest.
 
 Under vLLM's names stands only what is measured best from the client's side. Running and waiting sequences, cache use,
-queue, prefill and decode times, and token counters are the workers' to tell: a sum over both would count them twice. Label values are bounded: models that are served, routes, statuses, error codes, and so many tenants.
+queue, prefill and decode times, and token counters are the workers' to tell: a sum over both would count them twice.
+Label values are bounded: models that are served, routes, statuses, error codes, and so many tenants.
 """
 
 from bisect import bisect_left
@@ -91,7 +92,7 @@ class GatewayMetrics:
 
     def finished(self, call: Call, route: str) -> None:
         """Count a request that has ended. ``route`` is a path of the route table, or ``unknown``."""
-        status = str(call.status) if call.status is not None else "499"
+        status = str(call.outcome)
         method = call.scope["method"] if call.scope["method"] in ("GET", "HEAD", "POST") else "other"
         self._requests.labels(route, method, status).inc()
         if call.error is not None:

@@ -110,6 +110,7 @@ async def test_a_client_that_leaves_ends_its_generation(launch, fake_config, str
     await platform.until(lambda: platform.num_running() == 0)
     assert (await engine.stats()).step <= step + 2
     assert (await engine.stats()).num_finished == {"abort": 1}
+    assert 'route="/v1/chat/completions",status="499"} 1.0' in platform.app.metrics.exposition().decode()
     platform.dispatcher.audit()
 
 
