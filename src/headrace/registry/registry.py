@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.errors import Conflict, InvalidRequest, ModelNotFound
+from headrace.core.errors import ConfigError, Conflict, InvalidRequest, ModelNotFound
 from headrace.core.ids import Digest, ModelName, VersionId
 from headrace.ports.blobs import Blobs
 from headrace.ports.store import Catalog, ModelVersion
@@ -62,9 +62,13 @@ class Registry:
             NotFound: ``source`` does not exist.
             ModelFormatError: it is not a model that can be imported; the message says why.
             Unavailable: a hub, the database or the blob store cannot be reached.
+            ConfigError: the packages of the ``import`` extra are not installed.
         """
         # Importing needs packages of the `import` extra; a gateway or worker, which only resolves, runs without them.
-        from headrace.registry.importer import prepare
+        try:
+            from headrace.registry.importer import prepare
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"importing models needs {error.name}: pip install 'headrace[import]'") from error
 
         report = progress or silent
         if name is not None:
