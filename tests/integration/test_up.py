@@ -18,7 +18,7 @@ from openai import APIError, OpenAI
 
 from headrace.apps.local import Ready
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 START_TIMEOUT_S = 120.0
 
@@ -49,8 +49,12 @@ class Running:
         command += ["--port", str(free_port()), *flags]
         with self.output.open("wb") as sink:
             self.process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        until(lambda: self.ready_file.exists() or self.process.poll() is not None, START_TIMEOUT_S)
-        assert self.process.poll() is None, self.output.read_text()
+        try:
+            until(lambda: self.ready_file.exists() or self.process.poll() is not None, START_TIMEOUT_S)
+            assert self.process.poll() is None, self.output.read_text()
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def ready(self) -> Ready:
@@ -63,6 +67,7 @@ class Running:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self) -> int:
+        """Ctrl-C, and wait for the end."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(40)
 

@@ -3,10 +3,12 @@
 No part of Headrace logs prompt or completion text.
 """
 
+import contextlib
+import io
 import logging
 import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TextIO, cast
 
 import msgspec
 import structlog
@@ -26,8 +28,22 @@ class LogConfig(msgspec.Struct, frozen=True):
     """``auto``: text at a terminal, JSON elsewhere."""
 
 
+class _Tolerant(io.TextIOBase):
+    """Standard output that may vanish: nothing a process does may fail because nobody reads its log any more."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+
+
 def configure(config: LogConfig, *, process: str) -> None:
     """Set up structlog and route the standard library's warnings through it. Call once, first thing in a process."""
+    output = cast("TextIO", _Tolerant())  # it writes text, which is all that is asked of it
     text = config.format == "text" or (config.format == "auto" and sys.stdout.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -41,7 +57,7 @@ def configure(config: LogConfig, *, process: str) -> None:
     structlog.configure(
         processors=[*shared, structlog.processors.format_exc_info, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stdout),
+        logger_factory=structlog.WriteLoggerFactory(file=output),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
@@ -53,7 +69,7 @@ def configure(config: LogConfig, *, process: str) -> None:
             renderer,
         ],
     )
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(output)
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
 
@@ -64,7 +80,6 @@ def log_progress(stage: str, done: int, total: int) -> None:
     if _last.get(stage) != percent:
         _last[stage] = percent
         structlog.get_logger().info(PROGRESS_EVENT, stage=stage, done=done, total=total)
-        sys.stdout.flush()
 
 
 _last: dict[str, int] = {}
