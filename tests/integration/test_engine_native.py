@@ -115,7 +115,7 @@ def test_greedy_is_what_transformers_says(directory: Path, alone: dict[str, list
 @pytest.mark.parametrize(
     "config",
     [{}, {"max_num_batched_tokens": 11}, {"max_num_seqs": 2}, {"kv_cache_bytes": 16 * BLOCK_BYTES, "block_size": 16}],
-    ids=["batched", "small chunks", "two at a time", "preempted"],
+    ids=["batched", "small chunks", "two at a time", "few blocks"],
 )
 def test_the_arrangement_does_not_change_tokens(directory: Path, alone, config, name):
     core = core_of(directory, **config)

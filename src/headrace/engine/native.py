@@ -90,12 +90,13 @@ class NativeEngine:
             return msgspec.structs.replace(self._load, credit=credit)
 
     def submit(self, request: GenerationRequest) -> None:
+        # Looks at every token of the prompt: not while the engine's thread might wait for the lock.
+        self._admission.check(request)
         with self._lock:
             if self._dead is not None or self._closed:
                 raise EngineDead(self._dead or "the engine is closed")
             if self._draining:
                 raise Draining("the engine is draining and takes no new sequences")
-            self._admission.check(request)
             if request.sequence_id in self._in_flight:
                 raise InvalidRequest(f"sequence {request.sequence_id} is in flight already", param="sequence_id")
             if len(self._in_flight) >= self._capacity:
@@ -118,17 +119,17 @@ class NativeEngine:
         while True:
             self._news.clear()
             with self._lock:
-                frames = list(self._outbox)
-                self._outbox.clear()
+                # One at a time, so that a reader who leaves takes no frame along that nobody saw.
+                frame = self._outbox.popleft() if self._outbox else None
                 self._lock.notify()
                 closed, dead = self._closed, self._dead
             if closed:
                 return
-            for frame in frames:
+            if frame is not None:
                 yield frame
-            if not frames:
-                if dead is not None:
-                    raise EngineDead(dead)
+            elif dead is not None:
+                raise EngineDead(dead)
+            else:
                 await self._news.wait()
 
     async def stats(self) -> EngineStats:
