@@ -71,6 +71,10 @@ class CausalLM:
         head = 0 if self._head_is_embedding else self._head.num_bytes
         return self._embedding.nbytes + self._final_norm.nbytes + head + sum(layer.num_bytes for layer in self._layers)
 
+    def prepare(self, block_size: int) -> None:
+        """Compile what caches of ``block_size`` need, seconds of work at most, so that no step waits for it."""
+        self._ops.prepare(block_size)
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: KVCache) -> torch.Tensor:
         """Compute the step: write its keys and values to ``kv`` and return ``[num_rows, vocab_size]`` logits.

@@ -33,6 +33,13 @@ class CpuOps:
         self._add_norm = kernels.make_add_norm(self._num_bits, self._eps)
         self._silu_mul = kernels.make_silu_mul(self._num_bits)
 
+    def prepare(self, block_size: int) -> None:
+        if self._fits(block_size):
+            heads = self._heads(block_size)
+            kernels.make_rotate_and_store(*heads, self._eps)
+            for longest_query in (1, TILE_TOKENS):
+                kernels.make_attend(*heads, scale_of(self._config), TILE_TOKENS, self._rows(longest_query))
+
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         if delta is None:
             return self._reference.add_norm(residual, delta, weight)
@@ -60,9 +67,9 @@ class CpuOps:
         window: int | None,
     ) -> torch.Tensor:
         config = self._config
-        if config.head_dim % LANES or kv.block_size % LANES or kernels.CHUNK_TOKENS % kv.block_size:
+        if not self._fits(kv.block_size):
             return self._reference.attention(qkv, norms, step, kv, layer, window)
-        heads = (self._num_bits, config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size)
+        heads = self._heads(kv.block_size)
         batch, num_tokens = step.batch, qkv.shape[0]
         keys, values = kv.keys[layer].data_ptr(), kv.values[layer].data_ptr()
         both = None if norms is None else self._norms(norms)
@@ -85,7 +92,7 @@ class CpuOps:
         )
         output = self._buffer("attended", num_tokens, config.num_heads * config.head_dim)
         tiles = step.tiles
-        kernels.make_attend(*heads, scale_of(config), TILE_TOKENS, self._rows(step)).run(
+        kernels.make_attend(*heads, scale_of(config), TILE_TOKENS, self._rows(step.longest_query)).run(
             len(tiles) * config.num_kv_heads,
             (
                 qkv.data_ptr(),
@@ -102,11 +109,17 @@ class CpuOps:
         )
         return output
 
-    def _rows(self, step: Step) -> int:
+    def _fits(self, block_size: int) -> bool:
+        return not (self._config.head_dim % LANES or block_size % LANES or kernels.CHUNK_TOKENS % block_size)
+
+    def _heads(self, block_size: int) -> tuple[int, int, int, int, int]:
+        config = self._config
+        return self._num_bits, config.num_heads, config.num_kv_heads, config.head_dim, block_size
+
+    def _rows(self, longest_query: int) -> int:
         """Rows of a register block: a decode tile has only its group's, a prefill tile has plenty."""
         group = self._config.num_heads // self._config.num_kv_heads
-        longest = min(TILE_TOKENS, step.longest_query)
-        return min(_MAX_ROWS, group * longest)
+        return _MAX_ROWS if longest_query > 1 else min(_MAX_ROWS, group)
 
     def _norms(self, norms: HeadNorms) -> torch.Tensor:
         """Both weights one below the other, made once: the model keeps its weights, so identity is enough."""

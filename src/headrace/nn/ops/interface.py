@@ -24,6 +24,10 @@ class Ops(Protocol):
     A result may live in memory that the next call of the same operation uses again: consume it first.
     """
 
+    def prepare(self, block_size: int) -> None:
+        """Compile what serves caches of ``block_size`` now, so that no step waits for it."""
+        ...
+
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """Add ``delta`` to ``residual`` in place; return its RMSNorm scaled by ``weight``, ``[num_rows, hidden]``."""
         ...

@@ -15,6 +15,9 @@ class ReferenceOps:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
+    def prepare(self, block_size: int) -> None:
+        """Nothing is compiled here."""
+
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         if delta is not None:
             residual += delta
