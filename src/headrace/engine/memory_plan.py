@@ -9,6 +9,7 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.nn.config import ModelConfig
+from headrace.nn.ops.linear import can_prepack
 
 _GPU_FRACTION = 0.9
 _CPU_FRACTION = 0.4
@@ -57,7 +58,7 @@ def plan_memory(
         raise ConfigError(
             f"engine.max_model_len is {longest}; this model's context ends at {model.max_position_embeddings}"
         )
-    weights = model.weight_bytes(dtype, prepacked=device.type == "cpu")
+    weights = model.weight_bytes(dtype, prepacked=can_prepack(dtype, device))
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     # The sampler works on float32 copies of the logits: one as they are, one changed.
     sampling = 2 * num_rows * model.vocab_size * torch.float32.itemsize
