@@ -36,7 +36,7 @@ WORKER_IDLE = (RUNNING, "headrace_worker_num_requests_waiting", "headrace_worker
 GATEWAY_IDLE = ("headrace_requests_in_flight",)
 """Gauges that are 0 when nothing runs; anything else was leaked."""
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -142,7 +142,8 @@ def _rates(report: ServeReport) -> Table:
         table.add_row(
             level.label,
             "–" if level.offered_rate is None else f"{level.offered_rate:.2f}",
-            f"{level.achieved_rate:.2f}",
+            # Users of a closed loop send when they can; a rate of that says nothing.
+            "–" if level.offered_rate is None else f"{level.achieved_rate:.2f}",
             str(level.num_ok),
             str(level.num_requests - level.num_ok),
             f"{level.output_tokens_per_s:.1f}",
