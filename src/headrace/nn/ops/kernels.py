@@ -51,7 +51,12 @@ carray = _numba.carray
 
 def _compile(function: Callable[[Any], None]) -> Kernel:
     signature = _types.void(_types.CPointer(_types.int64))
-    compiled = _numba.cfunc(signature, cache=True, fastmath=_FAST, error_model="numpy")(function)
+    options = {"fastmath": _FAST, "error_model": "numpy"}
+    try:
+        compiled = _numba.cfunc(signature, cache=True, **options)(function)
+    except RuntimeError:
+        # Nowhere to cache: neither the package's directory nor a home directory is writable.
+        compiled = _numba.cfunc(signature, **options)(function)
     return Kernel(compiled.address)
 
 
