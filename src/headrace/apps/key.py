@@ -30,7 +30,7 @@ def create(
 
     async def run() -> str:
         plaintext, row = new_key(TenantId(tenant), role, created_at=time.time())
-        async with open_for_command(config, data) as (store, _):
+        async with open_for_command(config, data) as (store, _, _):
             await store.add_tenant(row.tenant_id, tenant)
             await store.add_key(row)
         return plaintext
@@ -48,7 +48,7 @@ def revoke(
     """Revoke a key. Gateways refuse it once their cached copy is stale, after `key_ttl_s` (30 s) at most."""
 
     async def run() -> None:
-        async with open_for_command(config, data) as (store, _):
+        async with open_for_command(config, data) as (store, _, _):
             await store.revoke_key(KeyId(key_id))
 
     asyncio.run(run())

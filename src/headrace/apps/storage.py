@@ -46,11 +46,14 @@ async def open_storage(config: StorageConfig) -> AsyncIterator[tuple[PostgresSto
 
 
 @contextlib.asynccontextmanager
-async def open_for_command(config: Path | None, data: Path | None) -> AsyncIterator[tuple[PostgresStore, Registry]]:
+async def open_for_command(
+    config: Path | None, data: Path | None
+) -> AsyncIterator[tuple[PostgresStore, Registry, Path]]:
     """Storage for a command that ends soon.
 
-    With ``config``, what its ``[storage]`` table names. Else that of a local data directory: the database of the
-    ``headrace up`` that runs there, or one started for as long as the command takes.
+    Gives the store, the registry, and the directory for unpacked models. With ``config``, those that its ``[storage]``
+    table names. Else those of a local data directory: the database of the ``headrace up`` that runs there, or one
+    started for as long as the command takes.
 
     Raises:
         ConfigError: both were given, or the configuration is wrong.
@@ -59,13 +62,13 @@ async def open_for_command(config: Path | None, data: Path | None) -> AsyncItera
     if config is not None:
         if data is not None:
             raise ConfigError("give --config or --data, not both")
-        async with open_storage(load(config, StorageFile).storage) as opened:
+        async with _open_all(load(config, StorageFile).storage) as opened:
             yield opened
         return
     directory = DataDir(data or default_data_dir())
     directory.create()
     if directory.in_use():
-        async with open_storage(load(directory.storage, StorageFile).storage) as opened:
+        async with _open_all(load(directory.storage, StorageFile).storage) as opened:
             yield opened
         return
     with directory.lock():
@@ -73,7 +76,13 @@ async def open_for_command(config: Path | None, data: Path | None) -> AsyncItera
         url = await asyncio.to_thread(postgres.start)
         try:
             await migrate(url)
-            async with open_storage(StorageConfig(url, str(directory.blobs), str(directory.cache))) as opened:
+            async with _open_all(StorageConfig(url, str(directory.blobs), str(directory.cache))) as opened:
                 yield opened
         finally:
             await asyncio.to_thread(postgres.stop)
+
+
+@contextlib.asynccontextmanager
+async def _open_all(config: StorageConfig) -> AsyncIterator[tuple[PostgresStore, Registry, Path]]:
+    async with open_storage(config) as (store, registry):
+        yield store, registry, Path(config.cache)

@@ -78,6 +78,7 @@ class ModelDirectory:
         self._loading: dict[tuple[str, VersionId], asyncio.Task[None]] = {}
         self._closed = False
         self._known: dict[str, None] = {}
+        """Every ``model`` and ``model@version`` that was served lately: what is away for a moment is no mistake."""
         self._served: dict[str, list[ServedModel]] = {}
 
     def refresh(self) -> None:
@@ -92,7 +93,7 @@ class ModelDirectory:
             if other is None or engine.max_model_len < other.max_model_len:
                 described[key] = engine
         for key in described:
-            self._remember(key[0])
+            self._remember(key[0], f"{key[0]}@{key[1]}")
             if key not in self._loaded and key not in self._loading:
                 self._loading[key] = asyncio.create_task(self._load(key), name=f"load-text-{key[0]}@{key[1]}")
         # Versions come and go with rollouts, and workers with their restarts: the last few are kept for their return.
@@ -117,8 +118,8 @@ class ModelDirectory:
         for model in self._served.get(name, ()):
             if version in ("", model.version):
                 return model
-        if name in self._known and (not version or any(key == (name, version) for key in self._loading)):
-            raise Unavailable(f"No worker serves the model '{name}' right now.", param="model", retry_after_s=2.0)
+        if reference in self._known:
+            raise Unavailable(f"No worker serves the model '{reference}' right now.", param="model", retry_after_s=2.0)
         if not self._known:
             raise Unavailable("No worker serves any model yet.", param="model", retry_after_s=2.0)
         raise ModelNotFound(
@@ -143,9 +144,11 @@ class ModelDirectory:
         few = sorted(self._served)[:5]
         return f" Served now: {', '.join(few)}." if few else ""
 
-    def _remember(self, name: str) -> None:
-        self._known[name] = None
-        if len(self._known) > _MAX_REMEMBERED:
+    def _remember(self, *references: str) -> None:
+        for reference in references:
+            self._known.pop(reference, None)  # so that it moves to the end
+            self._known[reference] = None
+        while len(self._known) > _MAX_REMEMBERED:
             self._known.pop(next(iter(self._known)))
 
     async def _load(self, key: tuple[str, VersionId]) -> None:

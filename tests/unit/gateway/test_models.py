@@ -98,8 +98,11 @@ async def test_a_model_that_lost_its_workers_is_unavailable_and_needs_no_second_
     await loaded(directory, 2)
     fleet.engines = fleet.engines[1:]
     directory.refresh()
-    with pytest.raises(Unavailable, match="'m'"):
-        directory.resolve("m")
+    for reference in ("m", "m@1"):
+        with pytest.raises(Unavailable, match=f"'{reference}'"):
+            directory.resolve(reference)
+    with pytest.raises(ModelNotFound):
+        directory.resolve("m@7")
     assert [model.name for model in directory.served()] == ["other"]
     fleet.engines.append(engine("m", "1"))
     directory.refresh()
