@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup up chat test quick check bench chaos clean
+.PHONY: help setup up chat test quick check reference bench chaos clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -37,13 +37,16 @@ quick: $(READY) ## the tests that take less than ten seconds each
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 check: $(READY) ## format, lint, types, import layers, dependencies, size of files
-	@$(BIN)/ruff format $(if $(CI),--check) src tests benchmarks
-	@$(BIN)/ruff check src tests benchmarks
+	@$(BIN)/ruff format $(if $(CI),--check) src tests benchmarks scripts
+	@$(BIN)/ruff check src tests benchmarks scripts
 	@$(BIN)/mypy
 	@PYTHONPATH=src $(BIN)/lint-imports
 	@$(BIN)/deptry .
 	@echo "Largest files (lines; look twice at those over 400):"
 	@find src tests benchmarks -name '*.py' -exec wc -l {} + | grep -v ' total$$' | sort -rn | head -8
+
+reference: $(READY) ## write the generated pages of docs/reference anew
+	@$(BIN)/python scripts/generate_reference.py
 
 bench: $(READY) ## the benchmarks beside their peers; see benchmarks/README.md (tens of minutes)
 	@$(BIN)/python benchmarks/run_all.py $(ARGS)
