@@ -1,6 +1,7 @@
 """Writes the pages of ``docs/reference`` that the code itself can tell: configuration, command line, metrics, errors.
 
-``make reference`` runs it; a test compares what it would write with what is committed.
+``make reference`` runs it. With ``--check`` it writes nothing, names the pages that would change, and ends with status
+1 if there are any. Always a process of its own: how Python was started shows in what cyclopts writes about usage.
 """
 
 import ast
@@ -31,9 +32,16 @@ NOTICE = "Generated from {source} by `make reference`; edit that, not this page.
 
 
 def main() -> None:
-    for name, render in PAGES.items():
-        (REFERENCE / name).write_text(render(), encoding="utf-8")
-        sys.stdout.write(f"docs/reference/{name}\n")
+    rendered = {REFERENCE / name: render() for name, render in PAGES.items()}
+    old = [page for page, text in rendered.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
+    names = ", ".join(page.name for page in old)
+    if sys.argv[1:] == ["--check"]:
+        if old:
+            raise SystemExit(f"out of date in docs/reference: {names}; run `make reference` and commit the result")
+        return
+    for page in old:
+        page.write_text(rendered[page], encoding="utf-8")
+    sys.stdout.write(f"changed in docs/reference: {names or 'nothing'}\n")
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------
@@ -302,7 +310,7 @@ def _markdown(docstring: str) -> str:
     return " ".join(text.replace("``", "`").split())
 
 
-PAGES: dict[str, Callable[[], str]] = {
+PAGES = {
     "configuration.md": configuration,
     "cli.md": command_line,
     "metrics.md": metrics,

@@ -1,35 +1,20 @@
 """The documentation says what the code says, and its links lead somewhere."""
 
-import importlib.util
 import re
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "docs" / "reference"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
 
 
-def _generated() -> dict[str, Callable[[], str]]:
-    spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "scripts" / "generate_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    pages: dict[str, Callable[[], str]] = module.PAGES
-    return pages
-
-
-@pytest.mark.parametrize("name", ["configuration.md", "cli.md", "metrics.md", "errors.md"])
-def test_generated_page_is_up_to_date(name: str) -> None:
-    committed = (REFERENCE / name).read_text(encoding="utf-8")
-    assert committed == _generated()[name](), f"docs/reference/{name} is out of date; run `make reference`"
-
-
-def test_every_generated_page_is_compared() -> None:
-    assert set(_generated()) == {"configuration.md", "cli.md", "metrics.md", "errors.md"}
+def test_generated_pages_are_up_to_date() -> None:
+    script = ROOT / "scripts" / "generate_reference.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
