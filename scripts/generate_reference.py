@@ -93,10 +93,12 @@ def _fields_table(kind: type[msgspec.Struct]) -> str:
     meanings = _field_docs(kind)
     rows = []
     for field in msgspec.structs.fields(kind):
-        key, kind_text, is_table = field.encode_name, _type_text(field.type), _struct_in(field.type) is not None
-        # A heading's anchor is its text without punctuation.
-        type_text = f"[{kind_text}](#{key})" if is_table else kind_text
-        rows.append((f"`{key}`", type_text, _default(field, is_table=is_table), meanings.get(field.name, "")))
+        key, type_text, nested = field.encode_name, _type_text(field.type), _struct_in(field.type)
+        meaning = meanings.get(field.name, "")
+        if nested is not None:
+            # A heading's anchor is its text without punctuation.
+            type_text, meaning = f"[{type_text}](#{key})", meaning or _summary(nested)
+        rows.append((f"`{key}`", type_text, _default(field, is_table=nested is not None), meaning))
     return _table(("key", "type", "default", "meaning"), rows)
 
 
