@@ -43,12 +43,12 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "tokenize", initializer=self._adopt_new_copy)
         self.eos_token_ids = eos_token_ids
         """Any of these ends an answer."""
-        vocab: dict[str, int] = first.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self._vocab: dict[str, int] = first.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values(), default=-1) + 1
         """One more than the highest token id. A model may have more rows of logits than that."""
         special = frozenset(i for i, token in first.get_added_tokens_decoder().items() if token.special)
         decoder = json.loads(first.to_str()).get("decoder")
-        self._pieces = read_pieces(vocab, special, decoder)
+        self._pieces = read_pieces(self._vocab, special, decoder)
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -137,10 +137,7 @@ class Tokenizer:
 
     def token_id(self, token: str | None) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""
-        if token is None:
-            return None
-        found: int | None = self._copy().token_to_id(token)
-        return found
+        return None if token is None else self._vocab.get(token)
 
     @property
     def pieces(self) -> Pieces | None:

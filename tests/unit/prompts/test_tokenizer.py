@@ -160,3 +160,18 @@ async def test_a_closed_tokenizer_ends_its_threads(raw_byte_level: tokenizers.To
     tokenizer.close()
     tokenizer.close()
     assert tokenizer.encode("hello")
+
+
+def test_loading_in_one_thread_leaves_the_parsed_copy_to_the_thread_that_encodes(
+    tmp_path: Path, raw_byte_level: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw_byte_level.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    loaded: list[Tokenizer] = []
+    thread = threading.Thread(target=lambda: loaded.append(Tokenizer.load(tmp_path)))
+    thread.start()
+    thread.join()
+    # Parsing a large vocabulary takes a tenth of a second, which the event loop must not spend on its first request.
+    monkeypatch.setattr(Tokenizer, "_parse", lambda self: pytest.fail("parsed again"))
+    assert loaded[0].encode("hello")
+    loaded[0].close()
