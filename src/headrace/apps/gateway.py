@@ -14,7 +14,7 @@ from headrace.adapters.engine.remote import connect
 from headrace.adapters.engine.tls import client_context
 from headrace.apps import logs
 from headrace.apps.config import GatewayProcess
-from headrace.apps.processes import die_with_parent
+from headrace.apps.processes import die_with_parent, settle_garbage_collector
 from headrace.apps.storage import open_storage
 from headrace.core.clock import SystemClock
 from headrace.core.config import load
@@ -55,6 +55,7 @@ async def _serve(settings: GatewayProcess) -> None:
             clock=clock,
             cache_dir=Path(settings.storage.cache),
         )
+        settle_garbage_collector()
         await dispatcher.start()
         try:
             log.info("serving", address=f"{settings.host}:{settings.port}", num_workers=len(settings.workers))

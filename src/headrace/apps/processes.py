@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -26,6 +27,17 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def settle_garbage_collector() -> None:
+    """Tell the collector that all objects made so far stay, and to look less often for those that do not.
+
+    A serving process makes many short-lived objects without cycles; collecting at the default pace took up to half of
+    the time a token costs on the wire.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 class Child:

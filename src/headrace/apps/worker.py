@@ -17,7 +17,7 @@ from headrace.adapters.engine.fake import FakeEngine
 from headrace.adapters.engine.tls import server_context
 from headrace.apps import logs
 from headrace.apps.config import WorkerProcess
-from headrace.apps.processes import die_with_parent
+from headrace.apps.processes import die_with_parent, settle_garbage_collector
 from headrace.apps.storage import StorageConfig, open_storage
 from headrace.core.config import load
 from headrace.core.errors import EngineDead, HeadraceError, StoreUnavailable
@@ -65,6 +65,7 @@ async def _serve(settings: WorkerProcess) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    settle_garbage_collector()
     await service.start()
     description = engine.describe()
     log.info("serving", address=str(service.address), **msgspec.to_builtins(description))

@@ -33,8 +33,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads of the model's kernels; None leaves the libraries' own choice."""
     stall_timeout_s: float = 60.0
     """With work waiting and no step finished for so long, the engine reports itself unhealthy."""
-    max_waiting: int = 64
-    """Sequences accepted beyond the running ones."""
+    max_waiting: int = 8
+    """Sequences accepted beyond the running ones: a step or two of work. Others wait at the gateways, where they can
+    still go elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
