@@ -24,10 +24,31 @@ from headrace.dispatch.config import DispatchConfig
 from headrace.dispatch.link import Connector, WorkerLink
 from headrace.dispatch.pick import pick
 from headrace.dispatch.queue import BoundedQueue, Ticket
-from headrace.dispatch.stream import GenerationStream, StreamState
+from headrace.dispatch.stream import GenerationStream
 
 _Group = tuple[ModelName, VersionId | None]
-_Ticket = Ticket[GenerationStream, _Group]
+
+
+class _Request:
+    """An open stream, from its admission until its consumer has left."""
+
+    __slots__ = ("expiry", "stream", "timeout_s")
+
+    def __init__(self, stream: GenerationStream, timeout_s: float | None) -> None:
+        self.stream = stream
+        self.timeout_s = timeout_s
+        """The caller's patience with the queue, if that is its own."""
+        self.expiry: asyncio.TimerHandle | None = None
+        """Ends the waiting; None when it does not wait."""
+
+    def stop_timer(self) -> None:
+        """It does not wait any more."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+
+_Ticket = Ticket[_Request, _Group]
 
 
 class Dispatcher:
@@ -54,15 +75,15 @@ class Dispatcher:
                 self._clock,
                 on_membership=self._membership_changed,
                 on_load=self._bind,
+                on_refused=self._refused,
             )
             for worker_id, connect in connectors.items()
         }
-        self._queue: BoundedQueue[GenerationStream, _Group] = BoundedQueue(
+        self._queue: BoundedQueue[_Request, _Group] = BoundedQueue(
             max_items=self._config.max_queued_requests, max_tokens=self._config.max_queued_tokens
         )
         self._tickets: dict[SequenceId, _Ticket] = {}
-        self._streams: dict[SequenceId, GenerationStream] = {}
-        """Those whose consumer is inside the block of :meth:`stream`."""
+        """Of the streams whose consumer is inside the block of :meth:`stream`, whether they still wait or not."""
         self._tasks: list[asyncio.Task[None]] = []
         self._listeners: list[Callable[[], None]] = []
         self._served: frozenset[tuple[str, VersionId]] = frozenset()
@@ -139,6 +160,9 @@ class Dispatcher:
 
         ``timeout_s`` bounds the wait for a worker if the caller's patience is shorter than the configuration's.
 
+        A worker that finds no room for what it has just taken gives it back. The request then waits again, out of what
+        is left of its time, and the stream raises what the block's entry would have raised.
+
         Raises:
             Unavailable: no connected worker serves the model (any version of it, without ``version``).
             Overloaded: the queue is full, or no worker had room in ``queue_timeout_s``.
@@ -147,12 +171,14 @@ class Dispatcher:
             InvalidRequest: the worker refused the request, or its ``sequence_id`` is in use.
             EngineDead: the worker was lost; raised by the stream.
         """
-        stream = self._admit(request, (model, version))
+        ticket = self._admit(request, (model, version), timeout_s)
+        stream = ticket.item.stream
         try:
-            await self._started(stream, timeout_s)
+            self._bind()
+            await stream.started()
             yield stream
         finally:
-            self._release(stream)
+            self._release(ticket)
 
     def audit(self) -> None:
         """Check that nothing is left behind; for when no stream is open.
@@ -161,18 +187,18 @@ class Dispatcher:
             AuditFailed: something was not released.
         """
         left = {
-            "open streams": len(self._streams),
-            "queue tickets": len(self._tickets) + self._queue.num_items,
+            "open streams": len(self._tickets),
+            "queue tickets": self._queue.num_items,
             "queued tokens": self._queue.num_tokens,
             "streams at workers": self.num_running,
         }
         if any(left.values()):
             raise AuditFailed("the dispatcher is idle but holds " + ", ".join(f"{n} {k}" for k, n in left.items() if n))
 
-    def _admit(self, request: GenerationRequest, group: _Group) -> GenerationStream:
+    def _admit(self, request: GenerationRequest, group: _Group, timeout_s: float | None) -> _Ticket:
         if self._draining:
             raise Draining("the server is shutting down; try another", retry_after_s=1.0)
-        if request.sequence_id in self._streams:
+        if request.sequence_id in self._tickets:
             raise InvalidRequest(f"sequence {request.sequence_id} is in flight already")
         serving = [d for link in self._serving(group) if (d := link.serves) is not None]
         if not serving:
@@ -183,46 +209,53 @@ class Dispatcher:
                 f"the prompt has {len(request.prompt)} tokens; {group[0]} takes {longest} with the answer, at most"
             )
         now = self._clock.monotonic()
-        stream = GenerationStream(request, now)
         ticket = self._queue.push(
-            stream,
+            _Request(GenerationStream(request, now), timeout_s),
             group=group,
             service_class=request.service_class,
             num_tokens=len(request.prompt) + request.stop.max_tokens,
             now=now,
         )
         self._tickets[request.sequence_id] = ticket
-        self._streams[request.sequence_id] = stream
         self._idle.clear()
-        self._bind()
-        return stream
+        self._limit_wait(ticket, now)
+        return ticket
 
-    async def _started(self, stream: GenerationStream, timeout_s: float | None) -> None:
-        limit_s = self._config.queue_timeout_s if timeout_s is None else min(timeout_s, self._config.queue_timeout_s)
-        if stream.state is not StreamState.QUEUED:
-            await stream.started()
-            return
-        try:
-            async with asyncio.timeout(limit_s):
-                await stream.started()
-        except TimeoutError:
-            if timeout_s is not None and limit_s == timeout_s:
-                raise DeadlineExceeded(f"no worker had room within {limit_s:g} s") from None
+    def _limit_wait(self, ticket: _Ticket, now: float) -> None:
+        """What waits in the queue from now on is refused when its time is over."""
+        request = ticket.item
+        limit_s = self._config.queue_timeout_s
+        if request.timeout_s is not None:
+            limit_s = min(limit_s, request.timeout_s)
+        left_s = max(0.0, request.stream.breakdown.queued_at + limit_s - now)
+        request.expiry = asyncio.get_running_loop().call_later(left_s, self._expire, ticket, limit_s)
+
+    def _expire(self, ticket: _Ticket, limit_s: float) -> None:
+        message = f"no worker had room within {limit_s:g} s"
+        if limit_s == ticket.item.timeout_s:
+            self._fail_queued(ticket, DeadlineExceeded(message))
+        else:
             retry_s = self._queue.drain_time_s(self._clock.monotonic())
-            raise Overloaded(f"no worker had room within {limit_s:g} s", retry_after_s=retry_s) from None
+            self._fail_queued(ticket, Overloaded(message, retry_after_s=retry_s))
 
-    def _release(self, stream: GenerationStream) -> None:
+    def _refused(self, stream: GenerationStream) -> None:
+        """A worker did not keep what it had credit for: the sequence waits for another, or for the same one later."""
+        ticket = self._tickets[stream.request.sequence_id]
+        stream.requeue()
+        self._queue.put_back(ticket)
+        self._limit_wait(ticket, self._clock.monotonic())
+        self._retry_soon()
+
+    def _release(self, ticket: _Ticket) -> None:
         """The consumer has left: whoever holds the sequence lets go of it."""
-        sequence_id = stream.request.sequence_id
-        if self._streams.pop(sequence_id, None) is None:
-            return
-        ticket = self._tickets.pop(sequence_id, None)
-        if ticket is not None:
-            self._queue.remove(ticket)
+        stream = ticket.item.stream
+        del self._tickets[stream.request.sequence_id]
+        if ticket.item.expiry is not None:
+            self._unqueue(ticket)
         elif stream.breakdown.worker_id is not None:
             self._links[stream.breakdown.worker_id].abort(stream)
         stream.leave()
-        if not self._streams:
+        if not self._tickets:
             self._idle.set()
         self._bind()
 
@@ -238,7 +271,7 @@ class Dispatcher:
 
     def _bind_one(self, ticket: _Ticket) -> bool:
         """Find a worker for a ticket. False if it goes on waiting."""
-        stream = ticket.item
+        stream = ticket.item.stream
         while True:
             candidates = [c for link in self._serving(ticket.group) if (c := link.candidate()) is not None]
             self._rotation += 1
@@ -259,7 +292,7 @@ class Dispatcher:
                 self._fail_queued(ticket, error)
                 return True
             else:
-                del self._tickets[stream.request.sequence_id]
+                ticket.item.stop_timer()
                 self._queue.take(ticket, now=self._clock.monotonic())
                 return True
 
@@ -274,9 +307,12 @@ class Dispatcher:
         ]
 
     def _fail_queued(self, ticket: _Ticket, error: HeadraceError) -> None:
+        self._unqueue(ticket)
+        ticket.item.stream.fail(error)
+
+    def _unqueue(self, ticket: _Ticket) -> None:
+        ticket.item.stop_timer()
         self._queue.remove(ticket)
-        del self._tickets[ticket.item.request.sequence_id]
-        ticket.item.fail(error)
 
     def _membership_changed(self) -> None:
         self._announce()

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from headrace.core.clock import Clock
-from headrace.core.errors import EngineDead, HeadraceError
-from headrace.core.frames import EngineDescription, EngineLoad, StepFrame
+from headrace.core.errors import Draining, EngineDead, HeadraceError, Overloaded, from_code
+from headrace.core.frames import EngineDescription, EngineLoad, SequenceDelta, StepFrame
 from headrace.core.ids import SequenceId, WorkerId
+from headrace.core.requests import FinishReason
 from headrace.dispatch.config import DispatchConfig
 from headrace.dispatch.pick import Candidate
 from headrace.dispatch.stream import GenerationStream, StreamState
@@ -33,14 +34,17 @@ class WorkerLink:
         *,
         on_membership: Callable[[], None],
         on_load: Callable[[], None],
+        on_refused: Callable[[GenerationStream], None],
     ) -> None:
-        """``on_membership`` is called when the worker came or went, ``on_load`` after each of its frames."""
+        """``on_membership`` is called when the worker came or went, ``on_load`` after each of its frames, and before
+        that ``on_refused`` for each stream that it does not keep for want of room: it is the dispatcher's again."""
         self.worker_id = worker_id
         self._connect = connect
         self._config = config
         self._clock = clock
         self._on_membership = on_membership
         self._on_load = on_load
+        self._on_refused = on_refused
         self._random = random.Random()  # noqa: S311 - spreads reconnects; nothing secret
         self._engine: Engine | None = None
         self.description: EngineDescription | None = None
@@ -138,17 +142,28 @@ class WorkerLink:
 
     def _route(self, frame: StepFrame) -> None:
         now = self._clock.monotonic()
+        self.refuses = False
+        self._num_unreported = 0
+        self._num_unreported_tokens = 0
+        drained_before = self.drains
         for delta in frame.deltas:
             stream = self.streams.get(delta.sequence_id)
             if stream is None:
                 continue
-            stream.push(delta, now)
-            if stream.state is StreamState.ENDED:
-                del self.streams[delta.sequence_id]
-        self.refuses = False
-        self._num_unreported = 0
-        self._num_unreported_tokens = 0
-        self._on_load()
+            refusal = _refusal(delta, stream)
+            if refusal is None:
+                stream.push(delta, now)
+                if stream.state is StreamState.ENDED:
+                    del self.streams[delta.sequence_id]
+                continue
+            del self.streams[delta.sequence_id]
+            self.refuses = True
+            self.drains = self.drains or isinstance(refusal, Draining)
+            self._on_refused(stream)
+        if self.drains != drained_before:
+            self._on_membership()
+        else:
+            self._on_load()
 
     def _lose(self, error: EngineDead) -> None:
         """Forget the engine: its streams fail at once."""
@@ -170,6 +185,14 @@ class WorkerLink:
         pause = min(self._config.reconnect_max_s, self._config.reconnect_min_s * 2.0 ** min(self._num_failures, 30))
         self._num_failures += 1
         return pause * self._random.uniform(0.5, 1.0)
+
+
+def _refusal(delta: SequenceDelta, stream: GenerationStream) -> Overloaded | Draining | None:
+    """Why a worker did not keep a sequence that it had credit for, if it is no fault of the sequence's."""
+    if delta.finish is not FinishReason.ERROR or delta.token_ids or stream.breakdown.first_token_at is not None:
+        return None
+    error = from_code(delta.error_code, delta.error or "")
+    return error if isinstance(error, Overloaded | Draining) else None
 
 
 def _reason(error: Exception) -> str:

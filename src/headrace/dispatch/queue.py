@@ -96,6 +96,17 @@ class BoundedQueue(Generic[T, G]):
         self.num_items -= 1
         self.num_tokens -= ticket.num_tokens
 
+    def put_back(self, ticket: Ticket[T, G]) -> None:
+        """Queue a ticket again whose item did not keep what it had got. It keeps its place among those that wait.
+
+        The bounds are not asked: what was accepted once is not refused, and no more can come back than was taken.
+        """
+        key = (ticket.rank, ticket.group)
+        lane = self._lanes.get(key, {}) | {ticket.arrival: ticket}
+        self._lanes[key] = dict(sorted(lane.items()))
+        self.num_items += 1
+        self.num_tokens += ticket.num_tokens
+
     def tickets(self) -> list[Ticket[T, G]]:
         """All tickets, in no particular order."""
         return [ticket for lane in self._lanes.values() for ticket in lane.values()]

@@ -41,7 +41,8 @@ class GenerationStream:
     """An asynchronous iterator over the deltas of one sequence; one consumer.
 
     It ends after the delta whose ``finish`` is set. If the worker is lost, it raises ``EngineDead`` after the deltas
-    that came before. ``FinishReason.ERROR`` is a delta like any other.
+    that came before. ``FinishReason.ERROR`` is a delta like any other, unless it comes first and says that the worker
+    has no room after all: then the sequence waits for a worker again, and the stream raises if none takes it in time.
 
     What a slow consumer has not read yet is kept: at most ``max_tokens`` tokens in at most ``max_tokens + 1`` deltas,
     because every delta but the last carries a token.
@@ -91,6 +92,11 @@ class GenerationStream:
         self.breakdown.submitted_at = now
         self.breakdown.queue_s = now - self.breakdown.queued_at
         self._wake()
+
+    def requeue(self) -> None:
+        """The worker that had taken it did not keep it, and nothing came of it. Called by the dispatcher."""
+        self.state = StreamState.QUEUED
+        self.breakdown = StreamBreakdown(queued_at=self.breakdown.queued_at)
 
     def push(self, delta: SequenceDelta, now: float) -> None:
         """What the worker said. Called by the dispatcher."""

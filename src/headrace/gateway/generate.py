@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.core.errors import ClientGone, DeadlineExceeded, EngineDead, HeadraceError, InternalError
+from headrace.core.errors import ClientGone, DeadlineExceeded, EngineDead, HeadraceError, from_code
 from headrace.core.frames import EngineDescription, SequenceDelta, SequenceTiming, TokenLogprobs
 from headrace.core.ids import ModelName, VersionId
 from headrace.core.requests import FinishReason, GenerationRequest
@@ -175,7 +175,7 @@ class Generation:
     def _push(self, choice: Choice, delta: SequenceDelta) -> str | None:
         """Add new tokens to the choice's text; its finish reason when it has ended."""
         if delta.finish is FinishReason.ERROR:
-            raise InternalError(delta.error or "The engine gave up on this request.")
+            raise from_code(delta.error_code, delta.error or "The engine gave up on this request.")
         if delta.finish is FinishReason.ABORT:
             raise EngineDead("The worker ended this request early.", retry_after_s=1.0)
         token_ids, logprobs = delta.token_ids, delta.logprobs

@@ -37,6 +37,23 @@ def test_urgent_classes_come_first_and_each_class_in_order_of_arrival(arrivals: 
     assert drained(queue) == [str(index) for index in expected]
 
 
+@given(st.lists(st.sampled_from(CLASSES), max_size=12), st.data())
+def test_what_is_put_back_stands_where_it_stood(classes: list[ServiceClass], data: st.DataObject) -> None:
+    queue: BoundedQueue[int, str] = BoundedQueue(max_items=100, max_tokens=100)
+    tickets = [
+        queue.push(index, group="m", service_class=service_class, num_tokens=2, now=0.0)
+        for index, service_class in enumerate(classes)
+    ]
+    order = [ticket.item for ticket in sorted(tickets, key=lambda ticket: (ticket.rank, ticket.arrival))]
+    taken = data.draw(st.lists(st.sampled_from(tickets), unique=True)) if tickets else []
+    for ticket in taken:
+        queue.take(ticket, now=0.0)
+    for ticket in data.draw(st.permutations(taken)):
+        queue.put_back(ticket)
+    assert (queue.num_items, queue.num_tokens) == (len(tickets), 2 * len(tickets))
+    assert [queue.take(next(queue.heads()), now=0.0) for _ in tickets] == order
+
+
 @given(
     st.lists(st.one_of(st.tuples(st.just("push"), st.integers(0, 40)), st.tuples(st.just("pop"), st.integers(0, 9))))
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.clock import ManualClock
-from headrace.core.errors import ClientGone, DeadlineExceeded, Draining, EngineDead, Overloaded
+from headrace.core.errors import ClientGone, DeadlineExceeded, Draining, EngineDead, HeadraceError, Overloaded
 from headrace.core.frames import SequenceDelta, SequenceTiming, TokenLogprobs
 from headrace.core.ids import SequenceId
 from headrace.core.requests import FinishReason
@@ -197,6 +197,18 @@ async def test_choices_end_on_their_own():
 async def test_one_refused_choice_refuses_them_all():
     with pytest.raises(Overloaded):
         await generate(Stream(deltas("ab")), Overloaded("full"), Stream(deltas("cd")))
+
+
+@pytest.mark.parametrize(
+    "status_and_code", [(503, "overloaded"), (503, "draining"), (400, "invalid_value"), (500, None)]
+)
+async def test_an_engines_error_keeps_its_kind(status_and_code):
+    status, code = status_and_code
+    last = SequenceDelta(SequenceId("s/0"), finish=FinishReason.ERROR, error="it says why", error_code=code)
+    with pytest.raises(HeadraceError, match="it says why") as caught:
+        await generate(Stream([*deltas("ab")[:-1], last]))
+    assert caught.value.status == status
+    assert caught.value.code == (code or "internal_error")
 
 
 async def test_a_stream_that_ends_without_a_finish_is_an_error():
