@@ -1,4 +1,7 @@
-"""A worker's metrics for Prometheus: ``headrace_worker_*``, and the ``vllm:*`` names that existing dashboards query."""
+"""A worker's metrics for Prometheus: ``headrace_worker_*``, and the ``vllm:*`` names that existing dashboards query.
+
+Under vLLM's names stands only what gateways do not tell already (see :mod:`headrace.gateway.metrics`).
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +23,8 @@ _DURATIONS = {
     "time_to_first_token_seconds": "From submit to the first token.",
     "e2e_request_latency_seconds": "From submit to the last token.",
 }
+_TOLD_BY_GATEWAYS = {"time_to_first_token_seconds", "e2e_request_latency_seconds"}
+"""Gateways tell these under vLLM's names, from the client's side: a sum over both would count each request twice."""
 
 
 class WorkerMetrics(Collector):
@@ -36,7 +41,7 @@ class WorkerMetrics(Collector):
         self._durations = {
             name: [
                 Histogram(prefix + name, help_text, [_LABEL], buckets=_SECONDS, registry=self._registry).labels(model)
-                for prefix in _PREFIXES
+                for prefix in (_PREFIXES[:1] if name in _TOLD_BY_GATEWAYS else _PREFIXES)
             ]
             for name, help_text in _DURATIONS.items()
         }

@@ -45,8 +45,9 @@ async def test_metrics_carry_both_names_and_the_engine_s_numbers(host, request_f
             assert found[prefix + "prefix_cache_queries_total", ""] == 6
             assert found[prefix + "prefix_cache_hits_total", ""] == 0
             assert found[prefix + "num_preemptions_total", ""] == 0
-            assert found[prefix + "time_to_first_token_seconds_count", ""] == 2
-            assert found[prefix + "e2e_request_latency_seconds_count", ""] == 2
+            assert found[prefix + "request_queue_time_seconds_count", ""] == 2
+        for name in ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count"):
+            assert found["headrace_worker_" + name, ""] == 2
         assert found["headrace_worker_connections", ""] == 1
         assert found["headrace_worker_healthy", ""] == 1
 
