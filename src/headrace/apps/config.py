@@ -26,6 +26,7 @@ class WorkerProcess(msgspec.Struct, frozen=True, kw_only=True):
     tls: TlsFiles | None = None
     """Required unless ``worker.listen`` is a Unix socket."""
     kind: Literal["native", "fake"] = "native"
+    """``native`` runs the model; ``fake`` makes up words, for load on everything above the engine."""
     engine: EngineConfig = EngineConfig()
     fake: FakeConfig = FakeConfig()
     """Used by ``kind = "fake"`` alone."""
@@ -39,6 +40,7 @@ class WorkerAddress(msgspec.Struct, frozen=True):
     """A worker as a gateway finds it."""
 
     name: str
+    """Unique among the workers of this file."""
     address: str
     """``HOST:PORT`` or ``unix:PATH``"""
 
@@ -53,8 +55,11 @@ class GatewayProcess(msgspec.Struct, frozen=True, kw_only=True):
     tls: TlsFiles | None = None
     """Required unless every worker is at a Unix socket."""
     name: str = "gateway"
+    """How the workers' logs and this process's own name it."""
     host: str = "127.0.0.1"
+    """The address to listen on; ``0.0.0.0`` is every IPv4 address of the machine."""
     port: int = 8000
+    """The port to listen on; the API speaks HTTP without TLS."""
     reuse_port: bool = False
     """Let several gateway processes of one machine share the port; the kernel spreads connections over them."""
     internal_port: int | None = None

@@ -24,6 +24,7 @@ class LogConfig(msgspec.Struct, frozen=True):
     """What is written to the log, and how."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least urgent lines that are written."""
     format: Literal["auto", "json", "text"] = "auto"
     """``auto``: text at a terminal, JSON elsewhere."""
 

@@ -13,9 +13,11 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_timeout_s: float = 60.0
     """A request that got no worker in this time is refused."""
     connect_timeout_s: float = 10.0
+    """For one try to connect to a worker, and for closing a connection."""
     reconnect_min_s: float = 0.05
     """Pause before the first try to reach a lost worker again; it doubles with each failure, with jitter."""
     reconnect_max_s: float = 5.0
+    """The longest pause between tries. A connection that lasted longer than this starts again with the shortest."""
     refusal_pause_s: float = 0.05
     """A worker that refused a request despite its credit is asked again after this, or after its next frame."""
 

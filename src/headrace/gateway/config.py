@@ -18,6 +18,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: Count = 32 * 1024
     """Request line and headers together; more is answered 431."""
     max_headers: Count = 100
+    """Header lines of one request; more are answered 431."""
     max_body_bytes: Count = 4 * 1024 * 1024
     """A longer body is answered 413, before it is read where it says its length."""
     header_timeout_s: Positive = 10.0
@@ -44,10 +45,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: Annotated[int, Meta(ge=1, le=128)] = 128
     """Choices of one request: ``n`` times the number of prompts."""
     max_messages: Count = 4096
+    """Messages of one conversation."""
     max_stop_chars: Count = 256
     """Length of one stop string."""
     max_stop_token_ids: Count = 128
+    """Entries of ``stop_token_ids``."""
     max_logit_bias: Count = 1024
+    """Entries of ``logit_bias``."""
 
     key_ttl_s: Positive = 30.0
     """How long a key found in the store is believed: the longest a revoked key goes on working."""
@@ -56,7 +60,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_stale_s: Positive = 900.0
     """While the store is away, keys seen within this time go on working."""
     key_cache_size: Count = 10_000
+    """Keys remembered, found or not; beyond that the least recently used are forgotten."""
     key_lookup_timeout_s: Positive = 2.0
+    """A look-up that takes longer counts as a store that is away."""
     max_key_lookups: Count = 16
     """Store look-ups at once; a flood of made-up keys queues here and not in the store."""
 

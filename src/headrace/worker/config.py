@@ -11,7 +11,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http_listen: str = "127.0.0.1:7701"
     """Where ``/healthz``, ``/readyz`` and ``/metrics`` answer: ``HOST:PORT``, without TLS and without secrets."""
     max_connections: int = 128
+    """Clients at once; one more is told so and let go."""
     heartbeat_s: float = 0.5
+    """A client hears something at least this often, and the engine's health is looked at as often."""
     handshake_timeout_s: float = 5.0
     """From the connection's start to ``Hello``; the same again for TLS before it."""
     max_outgoing_bytes: int = 8 * 1024 * 1024

@@ -35,16 +35,25 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the fake engine claims to be, how fast it is, and when it fails."""
 
     model: ModelName = ModelName("fake")
+    """The name it says it serves; a worker process puts its own ``model`` here."""
     version: VersionId = VersionId("000000000000")
+    """Likewise; a worker process puts the version that was resolved."""
     vocab_size: int = 1024
+    """Prompts with ids from here on are refused."""
     token_ids: tuple[int, ...] = ()
     """What it chooses from; empty means ``[first_token_id, vocab_size)``. Give ids that decode to harmless text."""
     first_token_id: int = 16
+    """The least id that it chooses when ``token_ids`` is empty."""
     max_model_len: int = 4096
+    """Prompt and output tokens of a sequence together."""
     max_num_seqs: int = 64
+    """Sequences that run at once."""
     max_waiting: int = 8
+    """Sequences accepted beyond the running ones."""
     block_size: int = 16
+    """Tokens that share a block of the KV cache it pretends to have."""
     num_blocks: int = 65536
+    """Blocks of that cache; a sequence that finds none waits."""
     step_s: float = 0.0
     """Duration of one step."""
     tokens_per_step: int = 1
@@ -52,6 +61,7 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 8192
     """Prompt tokens computed in one step, over all sequences."""
     stall_timeout_s: float = 30.0
+    """With work waiting and no step finished for so long, it reports itself unhealthy."""
     die_at_step: int | None = None
     """This step does not finish: :meth:`FakeEngine.frames` raises ``EngineDead`` instead."""
     stall_at_step: int | None = None
