@@ -22,6 +22,10 @@ LOCAL_KV_CACHE_BYTES = 2 << 30
 """Over all workers of this machine, which other programs need as well: about 90,000 tokens of the demo model."""
 
 
+LOCAL_DRAIN_S = 10.0
+"""How long streams may go on after Ctrl-C: a person waits for the end."""
+
+
 class Local(msgspec.Struct, frozen=True, kw_only=True):
     """What the processes of one local installation share."""
 
@@ -50,7 +54,11 @@ def worker_config(local: Local, index: int, tls: TlsFiles, listen_port: int, htt
         tls=tls,
         engine=engine,
         fake=FAKE,
-        worker=WorkerConfig(listen=f"127.0.0.1:{listen_port}", http_listen=f"127.0.0.1:{http_port}"),
+        worker=WorkerConfig(
+            listen=f"127.0.0.1:{listen_port}",
+            http_listen=f"127.0.0.1:{http_port}",
+            drain_timeout_s=LOCAL_DRAIN_S,
+        ),
         log=LogConfig(format="json"),
         die_with_parent=True,
     )
@@ -66,7 +74,7 @@ def gateway_config(
         port=local.port,
         reuse_port=local.num_gateways > 1,
         internal_port=internal_port,
-        gateway=GatewayConfig(salt_secret=local.salt_secret),
+        gateway=GatewayConfig(salt_secret=local.salt_secret, drain_s=LOCAL_DRAIN_S),
         storage=local.storage,
         workers=workers,
         dispatch=DispatchConfig(reconnect_max_s=0.5),  # on loopback a try costs nothing, and a person waits for it

@@ -20,7 +20,7 @@ from headrace.adapters.store.migrate import migrate
 from headrace.apps import pki
 from headrace.apps.config import WorkerAddress
 from headrace.apps.local import DataDir, Ready, WorkerEndpoint, write_private
-from headrace.apps.localconfig import Local, gateway_config, worker_config
+from headrace.apps.localconfig import LOCAL_DRAIN_S, Local, gateway_config, worker_config
 from headrace.apps.localsetup import ensure_keys, ensure_model, ensure_salt_secret
 from headrace.apps.logs import Progress
 from headrace.apps.processes import Child
@@ -32,7 +32,8 @@ from headrace.core.errors import Unavailable
 
 READY_TIMEOUT_S = 900.0
 MAX_FAILED_STARTS = 3
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = LOCAL_DRAIN_S + 5.0
+"""Longer than a process takes to drain and to say goodbye; one that takes more is killed."""
 WATCH_INTERVAL_S = 0.1
 
 

@@ -22,7 +22,7 @@ from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.errors import error_json
 
-_GRACE_S = 2.0
+GRACE_S = 2.0
 """After streams were told to end, what they may take to say so."""
 
 _LINGER_S = 1.0
@@ -169,7 +169,7 @@ class GatewayServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=config.idle_timeout_s,
-                timeout_graceful_shutdown=math.ceil(config.drain_s + _GRACE_S),
+                timeout_graceful_shutdown=math.ceil(config.drain_s + GRACE_S),
             )
         )
         self._gateway = gateway
