@@ -15,7 +15,7 @@ from headrace.adapters.engine.tls import client_context
 from headrace.apps import logs
 from headrace.apps.config import GatewayProcess
 from headrace.apps.processes import die_with_parent, settle_garbage_collector
-from headrace.apps.storage import open_storage
+from headrace.apps.storage import wait_for_storage
 from headrace.core.clock import SystemClock
 from headrace.core.config import load
 from headrace.core.errors import ConfigError
@@ -43,10 +43,11 @@ def gateway(config: Annotated[Path, Parameter(help="The TOML file of this gatewa
 async def _serve(settings: GatewayProcess) -> None:
     clock = SystemClock()
     dispatcher = Dispatcher(_connectors(settings), settings.dispatch, clock)
-    sockets = [_listen(settings.host, settings.port, reuse=settings.reuse_port)]
-    if settings.internal_port is not None:
-        sockets.append(_listen("127.0.0.1", settings.internal_port, reuse=False))
-    async with open_storage(settings.storage) as (store, registry):
+    async with wait_for_storage(settings.storage) as (store, registry):
+        # Only now: a connection that nobody answers is worse than one that is refused.
+        sockets = [_listen(settings.host, settings.port, reuse=settings.reuse_port)]
+        if settings.internal_port is not None:
+            sockets.append(_listen("127.0.0.1", settings.internal_port, reuse=False))
         deps = GatewayDeps(
             keys=store,
             registry=registry,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from headrace.adapters.blobs.files import FileBlobs
 from headrace.adapters.store.embedded import EmbeddedPostgres
@@ -13,8 +14,13 @@ from headrace.adapters.store.migrate import migrate
 from headrace.adapters.store.postgres import PostgresStore
 from headrace.apps.local import DataDir, default_data_dir
 from headrace.core.config import load
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, StoreUnavailable
 from headrace.registry.registry import Registry
+
+STORE_RETRY_S = 1.0
+"""Between two looks at a database that is away."""
+
+log = structlog.get_logger(__name__)
 
 
 class StorageConfig(msgspec.Struct, frozen=True):
@@ -36,10 +42,31 @@ class StorageFile(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def open_storage(config: StorageConfig) -> AsyncIterator[tuple[PostgresStore, Registry]]:
-    """The database and the registry over it, closed on the way out."""
+    """The database and the registry over it, closed on the way out.
+
+    Raises:
+        StoreUnavailable: the database does not answer.
+    """
     store = PostgresStore(config.database_url)
-    await store.open()
     try:
+        await store.open()
+        yield store, Registry(store, FileBlobs(Path(config.blobs)))
+    finally:
+        await store.close()
+
+
+@contextlib.asynccontextmanager
+async def wait_for_storage(config: StorageConfig) -> AsyncIterator[tuple[PostgresStore, Registry]]:
+    """As :func:`open_storage`, for a process that stays: while the database is away it says so and tries again."""
+    store = PostgresStore(config.database_url)
+    try:
+        while True:
+            try:
+                await store.open()
+                break
+            except StoreUnavailable as error:
+                log.warning("waiting for the database", reason=str(error))
+                await asyncio.sleep(STORE_RETRY_S)
         yield store, Registry(store, FileBlobs(Path(config.blobs)))
     finally:
         await store.close()

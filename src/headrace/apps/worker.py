@@ -18,7 +18,7 @@ from headrace.adapters.engine.tls import server_context
 from headrace.apps import logs
 from headrace.apps.config import WorkerProcess
 from headrace.apps.processes import die_with_parent, settle_garbage_collector
-from headrace.apps.storage import StorageConfig, open_storage
+from headrace.apps.storage import STORE_RETRY_S, StorageConfig, wait_for_storage
 from headrace.core.config import load
 from headrace.core.errors import EngineDead, HeadraceError, StoreUnavailable
 from headrace.ports.engine import Engine
@@ -26,7 +26,6 @@ from headrace.ports.store import ModelVersion
 from headrace.worker.service import WorkerService
 
 STUCK_STATUS = 70
-STORE_RETRY_S = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +90,7 @@ async def _find_model(reference: str, storage: StorageConfig) -> tuple[ModelVers
     """The version and its files on this machine's disk; waits while the database is away."""
     while True:
         try:
-            async with open_storage(storage) as (_, registry):
+            async with wait_for_storage(storage) as (_, registry):
                 version = await registry.resolve(reference)
                 return version, await registry.materialize(version, Path(storage.cache), logs.log_progress)
         except StoreUnavailable as error:
