@@ -13,6 +13,7 @@ from headrace.core.errors import ModelNotFound, Unavailable
 from headrace.core.frames import EngineDescription
 from headrace.core.ids import ModelName, VersionId
 from headrace.ports.store import ModelVersion
+from headrace.prompts.isolated import IsolatedTemplate
 from headrace.prompts.template import ChatTemplate
 from headrace.prompts.tokenizer import Tokenizer
 
@@ -45,7 +46,7 @@ class Served(msgspec.Struct, frozen=True):
     """What is loaded once for each version."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: IsolatedTemplate | None
     created_at: float
 
 
@@ -58,7 +59,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     vocab_size: int
     created_at: float
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: IsolatedTemplate | None
 
 
 def is_text_file(path: str) -> bool:
@@ -97,7 +98,8 @@ class ModelDirectory:
             if key not in self._loaded and key not in self._loading:
                 self._loading[key] = asyncio.create_task(self._load(key), name=f"load-text-{key[0]}@{key[1]}")
         # Versions come and go with rollouts, and workers with their restarts: the last few are kept for their return.
-        # In-flight requests hold what they use, and a tokenizer's threads end when nobody holds it.
+        # In-flight requests hold what they use; a tokenizer's threads and a template's process end when nobody holds
+        # them.
         gone = [key for key in self._loaded if key not in described]
         for key in gone[:-_MAX_KEPT]:
             del self._loaded[key]
@@ -127,7 +129,7 @@ class ModelDirectory:
         )
 
     async def close(self) -> None:
-        """Stop loading, and end the tokenizers' threads."""
+        """Stop loading, and end the tokenizers' threads and the templates' processes."""
         self._closed = True
         tasks = list(self._loading.values())
         for task in tasks:
@@ -136,6 +138,8 @@ class ModelDirectory:
         self._loading.clear()
         for loaded in self._loaded.values():
             loaded.tokenizer.close()
+            if loaded.template is not None:
+                loaded.template.close()
 
     def _hint(self, name: str) -> str:
         near = difflib.get_close_matches(name[:128], self._served, n=3, cutoff=0.5)
@@ -173,7 +177,8 @@ class ModelDirectory:
         directory = await self._models.materialize(version, self._cache_dir, only=is_text_file)
         tokenizer = await asyncio.to_thread(Tokenizer.load, directory)
         template = await asyncio.to_thread(ChatTemplate.load, directory)
-        return Served(tokenizer, template, version.created_at)
+        isolated = None if template is None else await asyncio.to_thread(IsolatedTemplate, template)
+        return Served(tokenizer, isolated, version.created_at)
 
 
 def _by_name(

@@ -27,7 +27,7 @@ async def chat_prompt(call: Call, request: ChatRequest, model: ServedModel) -> l
         else ""
     )
     await _refuse_hopeless(text, model, "messages")
-    rendered = model.template.render(
+    rendered = await model.template.render(
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         tools=None,

@@ -39,8 +39,7 @@ class TemplateLimits(msgspec.Struct, frozen=True):
 
 DEFAULT_LIMITS = TemplateLimits()
 
-
-_ENDLESS = "the model's chat template did not end in time for these messages"
+ENDLESS = "the model's chat template did not end in time for these messages"
 
 
 class _Refused(Exception):
@@ -53,6 +52,9 @@ class ChatTemplate:
     It renders what ``transformers`` renders: blocks are trimmed, ``tojson`` leaves HTML alone, ``raise_exception`` and
     ``strftime_now`` exist, ``{% generation %}`` marks nothing. A template can reach neither files nor attributes of
     Python objects, and works on a copy of the messages. May be used from any thread.
+
+    The limits stop loops and recursion. What they do not count, a server must stop from outside: see
+    :mod:`headrace.prompts.isolated`.
 
     Known differences: ``title()`` looks for spaces only, and ``%`` does not format strings (``format`` does).
     """
@@ -112,6 +114,21 @@ class ChatTemplate:
         tokens = {name: special_token(config, name) or special_token(special_tokens_map, name) for name in names}
         variables = {name: token for name, token in tokens.items() if token is not None}
         return cls(templates, variables=variables, limits=limits)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The templates by name, as they are compiled."""
+        return dict(self._sources)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What every rendering sees beside the messages, such as ``bos_token``."""
+        return dict(self._variables)
+
+    @property
+    def limits(self) -> TemplateLimits:
+        """What one rendering may use."""
+        return self._limits
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -204,7 +221,7 @@ class ChatTemplate:
         text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
         self._local.num_tojson_chars += max(len(text), _MIN_TOJSON_CHARS)
         if self._local.num_tojson_chars > self._limits.num_tojson_chars:
-            raise _Refused(_ENDLESS)
+            raise _Refused(ENDLESS)
         return text
 
     def _strftime_now(self, form: str) -> str:
@@ -275,7 +292,7 @@ class _Copy:
 
 def _explain(error: minijinja.TemplateError) -> str:
     if error.kind == "OutOfFuel":
-        return _ENDLESS
+        return ENDLESS
     return f"the model's chat template cannot render these messages: {_words(error)}"
 
 
