@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import signal
 import time
@@ -19,6 +20,11 @@ BACKOFF_LIMIT_S = 5.0
 HEALTHY_AFTER_S = 10.0
 """A process that ran this long starts its next life without backoff."""
 LOG_LIMIT_BYTES = 32 << 20
+MAX_LINE_BYTES = 1 << 20
+LAST_WORDS_S = 1.0
+"""After a process's end, how long the rest of its output is waited for."""
+NOT_STARTED = 127
+"""What a shell says of a program that it cannot start."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -110,17 +116,12 @@ class Child:
         while not self._stopping.is_set():
             started = time.monotonic()
             self.num_starts += 1
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-                limit=1 << 20,
-            )
-            await self._copy_output(self._process)
-            self.last_exit = await self._process.wait()
+            try:
+                self.last_exit = await self._run_once()
+            except OSError as error:  # no memory, no descriptors, no program: perhaps there is later
+                self.last_exit = NOT_STARTED
+                with contextlib.closing(_BoundedLog(self._log)) as log:
+                    log.write(f"cannot be started: {error}\n".encode())
             if self._stopping.is_set():
                 return
             if time.monotonic() - started > HEALTHY_AFTER_S:
@@ -128,12 +129,42 @@ class Child:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_LIMIT_S)
 
-    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
-        output = process.stdout
-        if output is None:
-            raise RuntimeError("the process was started without a pipe")
-        file = self._log.open("ab", buffering=0)
-        try:
+    async def _run_once(self) -> int:
+        """Start the process and wait for its end.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        # A pipe of our own: with asyncio's, waiting for the process would last until nobody holds the other end, and a
+        # process that it started itself may do that for as long as it likes.
+        read_end, write_end = os.pipe()
+        with io.FileIO(read_end, "rb") as pipe:
+            try:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *self._argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=write_end,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(write_end)
+            copying = asyncio.create_task(self._copy_output(pipe), name=f"copy the output of {self.name}")
+            try:
+                status = await process.wait()
+                await asyncio.wait([copying], timeout=LAST_WORDS_S)
+                return status
+            finally:
+                copying.cancel()
+                await asyncio.gather(copying, return_exceptions=True)
+
+    async def _copy_output(self, pipe: io.FileIO) -> None:
+        output = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), pipe
+        )
+        with contextlib.closing(transport), contextlib.closing(_BoundedLog(self._log)) as log:
             while True:
                 try:
                     line = await output.readline()
@@ -141,15 +172,9 @@ class Child:
                     continue
                 if not line:
                     return
-                if file.tell() > LOG_LIMIT_BYTES:
-                    file.close()
-                    self._log.replace(self._log.with_suffix(".log.1"))
-                    file = self._log.open("ab", buffering=0)
-                file.write(line)
+                log.write(line)
                 if self._on_progress is not None and b'"progress"' in line:
                     self._report(line)
-        finally:
-            file.close()
 
     def _report(self, line: bytes) -> None:
         try:
@@ -158,6 +183,28 @@ class Child:
             return
         if entry.event == PROGRESS_EVENT and self._on_progress is not None:
             self._on_progress(self.name, entry.stage, entry.done, entry.total)
+
+
+class _BoundedLog:
+    """A file that starts anew when it is full. What cannot be written, say to a full disk, is lost and no more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.FileIO | None = None
+
+    def write(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if self._file is not None and self._file.tell() > LOG_LIMIT_BYTES:
+                self.close()
+                self._path.replace(self._path.with_suffix(".log.1"))
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(line)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 class _ProgressLine(msgspec.Struct, frozen=True):

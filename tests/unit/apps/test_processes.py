@@ -87,6 +87,38 @@ async def test_the_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2 * 1100
 
 
+async def test_a_child_that_died_comes_back_while_its_own_child_holds_the_pipe(tmp_path: Path) -> None:
+    heir = f"import subprocess, sys, os; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}])"
+    code = f"{heir}; open({str(tmp_path / 'heirs')!r}, 'a').write(f'{{p.pid}} '); os._exit(3)"
+    child = Child("c", python(code), tmp_path / "c.log")
+    child.start()
+    try:
+        await until(lambda: child.num_starts == 2)
+        assert child.last_exit == 3
+    finally:
+        await child.stop(5.0)
+        for pid in (tmp_path / "heirs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+async def test_a_child_that_cannot_be_started_is_tried_again_and_its_log_says_why(tmp_path: Path) -> None:
+    child = Child("c", [str(tmp_path / "missing")], tmp_path / "c.log")
+    child.start()
+    await until(lambda: child.num_starts == 2)
+    await child.stop(5.0)
+    assert child.last_exit == processes.NOT_STARTED
+    assert "cannot be started" in child.tail()[0]
+
+
+async def test_a_log_that_cannot_be_written_does_not_stop_the_supervision(tmp_path: Path) -> None:
+    (tmp_path / "c.log").mkdir()
+    child = Child("c", python("print('y' * 300_000); raise SystemExit(3)"), tmp_path / "c.log")
+    child.start()
+    await until(lambda: child.num_starts == 2)
+    await child.stop(5.0)
+    assert child.last_exit == 3
+
+
 async def test_a_child_that_asked_for_it_dies_with_its_parent(tmp_path: Path) -> None:
     inner = (
         "from headrace.apps.processes import die_with_parent; die_with_parent(); print('ready', flush=True); " + SLEEP
