@@ -94,7 +94,7 @@ class Platform:
     async def _start(self) -> Ready:
         with Steps(self._console) as steps:
             with steps.step("PostgreSQL"):
-                database_url = await asyncio.to_thread(self._postgres.start)
+                database_url = await self._start_postgres()
                 await migrate(database_url)
             storage = StorageConfig(database_url, str(self._directory.blobs), str(self._directory.cache))
             write_private(self._directory.storage, dump(StorageFile(storage)).encode())
@@ -131,6 +131,15 @@ class Platform:
         )
         self._publish(ready)
         return ready
+
+    async def _start_postgres(self) -> str:
+        """Who is cancelled meanwhile leaves when the start has ended: only then can it be stopped."""
+        starting = asyncio.ensure_future(asyncio.to_thread(self._postgres.start))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
 
     def _make_services(self, local: Local) -> list[WorkerEndpoint]:
         """Write one configuration file for each process, as an operator of a fleet would, and make its child."""
@@ -183,7 +192,7 @@ class Platform:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if self._postgres.poll() is not None:
                 self._console.print("[yellow]PostgreSQL ended; starting it again[/]")
-                await asyncio.to_thread(self._postgres.start)
+                await self._start_postgres()
             if (pids := self._pids()) != ready.pids:
                 for name in ready.pids.keys() - pids.keys():
                     self._console.print(f"[yellow]{name} ended; starting it again[/]")
