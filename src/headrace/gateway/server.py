@@ -15,7 +15,7 @@ from typing import Any
 import httptools
 import uuid_utils
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from headrace.core.errors import HeadersTooLarge, HeadraceError, InvalidRequest, RequestTimeout
 from headrace.gateway.app import Gateway
@@ -45,6 +45,8 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._refusal: HeadraceError | None = None
         self._lingering = False
         """Refused: what still comes is read and dropped, because closing now would destroy the answer on its way."""
+        self._answering: RequestResponseCycle | None = None
+        """Whose answer is due: ``cycle`` is the request that came last, and clients may send several at once."""
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -56,6 +58,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._disarm_read()
         self.resume_writing()
         super().connection_lost(exc)
+        self._leave()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -117,10 +120,14 @@ class _GuardedProtocol(HttpToolsProtocol):
             body,
         ]
         self._disarm_read()
-        # In the middle of an answer to an earlier request, another one would only garble it.
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()
-            return
+        due = self._answering
+        if due is not None and not due.response_complete:
+            # In the middle of an answer, or instead of one to an earlier request, this one would only mislead.
+            if due.response_started or due is not self.cycle:
+                self.transport.close()
+                return
+            # The body turned out not to be HTTP: the handler that waits for it has nobody to answer any more.
+            self._leave()
         self._lingering = True
         self.transport.write(b"".join(lines))
         if self.transport.can_write_eof():
@@ -128,6 +135,17 @@ class _GuardedProtocol(HttpToolsProtocol):
             self._read_timer = self.loop.call_later(_LINGER_S, self.transport.close)
         else:
             self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _leave(self) -> None:
+        """Tell the handler at work that its client is gone."""
+        due = self._answering
+        if due is not None and not due.response_complete:
+            due.disconnected = True
+            due.message_event.set()
 
     def _arm_read(self, timeout_s: float) -> None:
         self._disarm_read()

@@ -86,6 +86,29 @@ async def test_what_is_not_http_is_400_in_our_shape(platform, data):
     assert set(error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"ZZ\r\n{}\r\n", b"-1\r\n{}\r\n", b"f" * 17 + b"\r\n{}\r\n", b"3\r\nabcdef\r\n0\r\n\r\n", b"2\r\n{}0\r\n"],
+    ids=["no number", "negative", "huge", "too short", "no line end"],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_chunks_that_lie_are_400_in_our_shape(platform, body, at_once):
+    head = request(platform, b"", extra=b"transfer-encoding: chunked\r\n").replace(b"content-length: 0\r\n", b"")
+    reader, writer = await asyncio.open_connection("127.0.0.1", platform.port)
+    writer.write(head + body if at_once else head)
+    if not at_once:
+        await platform.until(lambda: platform.app._generation._num_active == 1)
+        writer.write(body)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b"\r\nx-request-id: " in answer
+    status, error = error_of(answer)
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    await platform.until(lambda: platform.app._generation._num_active == 0)
+
+
 async def test_a_truncated_body_takes_nothing(platform):
     _, writer = await asyncio.open_connection("127.0.0.1", platform.port)
     writer.write(request(platform, BODY[:20], length=len(BODY)))
@@ -112,6 +135,17 @@ async def test_a_client_that_leaves_ends_its_generation(launch, fake_config, str
     assert (await engine.stats()).num_finished == {"abort": 1}
     assert 'route="/v1/chat/completions",status="499"} 1.0' in platform.app.metrics.exposition().decode()
     platform.dispatcher.audit()
+
+
+@pytest.mark.parametrize("num_requests", [2, 5])
+async def test_a_client_that_sent_several_requests_and_leaves_ends_the_one_at_work(launch, fake_config, num_requests):
+    platform = await launch({"w0": fake_config(step_s=0.005, max_model_len=4096)})
+    _, writer = await asyncio.open_connection("127.0.0.1", platform.port)
+    writer.write(request(platform, BODY.replace(b'"max_tokens": 3', b'"max_tokens": 4000')) * num_requests)
+    await platform.until(lambda: platform.num_running() == 1)
+    writer.close()
+    await platform.until(lambda: platform.num_running() == 0, timeout_s=2.0)
+    assert (await platform.engines["w0"].stats()).num_finished == {"abort": 1}
 
 
 async def test_all_choices_end_when_their_client_leaves(launch, fake_config):
