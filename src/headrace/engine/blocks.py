@@ -26,10 +26,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._blank) + len(self._kept)
 
-    @property
-    def num_owned(self) -> int:
-        return self.num_blocks - self.num_free
-
     def is_free(self, block: int) -> bool:
         return self._refs[block] == 0
 
@@ -78,13 +74,6 @@ class BlockPool:
                     self._kept[block] = None
                 else:
                     self._blank.append(block)
-
-    def forget_kept(self) -> None:
-        """Give up the content of every free block."""
-        for block in self._kept:
-            self._on_reuse(block)
-            self._blank.append(block)
-        self._kept.clear()
 
     def audit(self, owners: Iterable[Sequence[int]]) -> None:
         """Check that references are exactly the blocks that ``owners`` hold, and that every other block is free once.

@@ -159,10 +159,6 @@ class Scheduler:
         if any(id(sequence) not in running for sequence in self._computing.values()):
             raise AuditFailed("a block is marked as being computed by a sequence that does not run")
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache of everything that no running sequence holds."""
-        self._pool.forget_kept()
-
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
 
