@@ -1,8 +1,9 @@
 """The configuration file of each kind of process, as one typed tree; `headrace up` writes these for its children."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from headrace.adapters.engine.fake import FakeConfig
 from headrace.adapters.engine.remote import RemoteConfig
@@ -13,6 +14,8 @@ from headrace.dispatch.config import DispatchConfig
 from headrace.engine.config import EngineConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.worker.config import WorkerConfig
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class WorkerProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +61,11 @@ class GatewayProcess(msgspec.Struct, frozen=True, kw_only=True):
     """How the workers' logs and this process's own name it."""
     host: str = "127.0.0.1"
     """The address to listen on; ``0.0.0.0`` is every IPv4 address of the machine."""
-    port: int = 8000
+    port: Port = 8000
     """The port to listen on; the API speaks HTTP without TLS."""
     reuse_port: bool = False
     """Let several gateway processes of one machine share the port; the kernel spreads connections over them."""
-    internal_port: int | None = None
+    internal_port: Port | None = None
     """A second port, on loopback, with the same routes: reaches this very process even if the public one is shared."""
     dispatch: DispatchConfig = DispatchConfig()
     remote: RemoteConfig = RemoteConfig()

@@ -16,6 +16,7 @@ from headrace.apps import logs
 from headrace.apps.config import GatewayProcess
 from headrace.apps.processes import die_with_parent, settle_garbage_collector
 from headrace.apps.storage import wait_for_storage
+from headrace.core.channel import check_transport_security, parse_address
 from headrace.core.clock import SystemClock
 from headrace.core.config import load
 from headrace.core.errors import ConfigError
@@ -42,7 +43,7 @@ def gateway(config: Annotated[Path, Parameter(help="The TOML file of this gatewa
 
 async def _serve(settings: GatewayProcess) -> None:
     clock = SystemClock()
-    dispatcher = Dispatcher(_connectors(settings), settings.dispatch, clock)
+    dispatcher = Dispatcher(connectors(settings), settings.dispatch, clock)
     async with wait_for_storage(settings.storage) as (store, registry):
         # Only now: a connection that nobody answers is worse than one that is refused.
         sockets = [_listen(settings.host, settings.port, reuse=settings.reuse_port)]
@@ -66,21 +67,22 @@ async def _serve(settings: GatewayProcess) -> None:
     log.info("stopped")
 
 
-def _connectors(settings: GatewayProcess) -> dict[WorkerId, Callable[[], Awaitable[Engine]]]:
+def connectors(settings: GatewayProcess) -> dict[WorkerId, Callable[[], Awaitable[Engine]]]:
     """How to reach each worker.
 
     Raises:
-        ConfigError: two workers have one name.
+        ConfigError: two workers have one name, or an address is malformed or reached over TCP without TLS.
     """
     tls = client_context(settings.tls) if settings.tls is not None else None
-    connectors: dict[WorkerId, Callable[[], Awaitable[Engine]]] = {}
+    found: dict[WorkerId, Callable[[], Awaitable[Engine]]] = {}
     for worker in settings.workers:
-        if worker.name in connectors:
+        if worker.name in found:
             raise ConfigError(f"two workers are named '{worker.name}'; give each its own name")
-        connectors[WorkerId(worker.name)] = functools.partial(
+        check_transport_security(parse_address(worker.address), tls)
+        found[WorkerId(worker.name)] = functools.partial(
             connect, worker.address, tls, settings.remote, client=settings.name
         )
-    return connectors
+    return found
 
 
 def _listen(host: str, port: int, *, reuse: bool) -> socket.socket:

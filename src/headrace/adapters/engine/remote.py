@@ -51,6 +51,11 @@ class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_outgoing_bytes: int = 64 * 1024 * 1024
     """Requests that the worker has not read; above it, submit refuses."""
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")
+
 
 async def connect(
     address: str,
