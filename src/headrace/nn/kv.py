@@ -3,6 +3,7 @@
 import torch
 
 from headrace.nn.config import ModelConfig
+from headrace.nn.memory import zeros
 
 
 class KVCache:
@@ -25,14 +26,10 @@ class KVCache:
         self.device = device
         heads, dim = config.num_kv_heads, config.head_dim
         # Zeros, so that slots that were never written hold finite numbers: masked attention multiplies them by 0.
-        self.keys = [
-            torch.zeros(num_blocks, heads, dim, block_size, dtype=dtype, device=device)
-            for _ in range(config.num_layers)
-        ]
-        self.values = [
-            torch.zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device)
-            for _ in range(config.num_layers)
-        ]
+        # One allocation for all layers, because only whole huge pages inside an allocation can be huge.
+        shape = (config.num_layers, num_blocks, heads)
+        self.keys = list(zeros((*shape, dim, block_size), dtype, device).unbind())
+        self.values = list(zeros((*shape, block_size, dim), dtype, device).unbind())
 
     @property
     def num_bytes(self) -> int:
