@@ -4,12 +4,13 @@ import asyncio
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 
 from headrace.apps import storage
 from headrace.apps.storage import StorageConfig, open_storage, wait_for_storage
-from headrace.core.errors import StoreUnavailable
+from headrace.core.errors import ConfigError, StoreUnavailable
 
 
 @pytest.fixture
@@ -25,6 +26,16 @@ async def test_a_command_is_told_that_the_database_is_away(nowhere: StorageConfi
     with pytest.raises(StoreUnavailable):
         async with open_storage(nowhere):
             pytest.fail("there is no database")
+
+
+@pytest.mark.parametrize(
+    "url", ["db.internal/headrace", "postgresql://u:p@h:no/d", "postgresql://u:s3cret@h/d?nonsense=1"]
+)
+async def test_a_url_that_names_no_database_is_not_waited_for(nowhere: StorageConfig, url: str) -> None:
+    with pytest.raises(ConfigError, match="database_url") as refusal:
+        async with wait_for_storage(msgspec.structs.replace(nowhere, database_url=url)):
+            pytest.fail("there is no database")
+    assert "s3cret" not in str(refusal.value)
 
 
 async def test_a_process_says_that_it_waits_and_goes_on_waiting(

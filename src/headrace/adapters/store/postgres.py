@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 import msgspec
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from headrace.adapters.store.errors import translated
-from headrace.core.errors import Conflict, NotFound, StoreUnavailable
+from headrace.core.errors import ConfigError, Conflict, NotFound, StoreUnavailable
 from headrace.core.ids import KeyId, ModelName, TenantId, VersionId
 from headrace.ports.store import ApiKey, ModelVersion
 
@@ -36,7 +37,12 @@ class PostgresStore:
     """``ports.store.Keys`` and ``ports.store.Catalog`` on PostgreSQL 14 or later."""
 
     def __init__(self, url: str, *, max_connections: int = 8, timeout_s: float = 2.0) -> None:
-        """``timeout_s`` bounds every operation, waiting for a connection included."""
+        """``timeout_s`` bounds every operation, waiting for a connection included.
+
+        Raises:
+            ConfigError: ``url`` is not a connection string.
+        """
+        _check_url(url)
         self._timeout_s = timeout_s
         self._late: set[asyncio.Task[Any]] = set()
         self._pool: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
@@ -191,6 +197,18 @@ class PostgresStore:
         self._late.discard(task)
         if not task.cancelled():
             task.exception()  # seen: its caller was told long ago
+
+
+def _check_url(url: str) -> None:
+    # Else the pool would take it for a database that is away. Nothing of it is repeated: it may hold a password.
+    try:
+        ports = str(conninfo_to_dict(url).get("port", "")).split(",")
+        if not all(port.isdecimal() for port in ports if port):
+            raise ValueError
+    except (psycopg.ProgrammingError, ValueError):
+        raise ConfigError(
+            "database_url is not a PostgreSQL connection string; write postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+        ) from None
 
 
 def _storable(text: str) -> bool:
