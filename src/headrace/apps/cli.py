@@ -1,5 +1,6 @@
 """The ``headrace`` command. Subcommands are imported only when used, so that ``--help`` is quick."""
 
+import errno
 import sys
 
 from cyclopts import App
@@ -27,6 +28,9 @@ app.command("headrace.apps.tls:app", name="tls", help="Issue certificates for ga
 app.command("headrace.apps.migrate:migrate", name="migrate", help="Bring the database schema up to date.")
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def main() -> None:
     """Entry point. An error that a user can cause ends with its message and status 1; a defect shows its trace."""
     try:
@@ -35,6 +39,13 @@ def main() -> None:
         print(f"headrace: {error}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:
+        sys.exit(1)
+    except OSError as error:
+        # A place that cannot be written or read, or a disk that is full; without a file it is a defect of ours.
+        if error.filename is None and error.errno not in _FULL:
+            raise
+        place = "" if error.filename is None else f"{error.filename}: "
+        print(f"headrace: {place}{error.strerror}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -19,6 +19,9 @@ from headrace.registry.registry import Registry
 LOCAL_TENANT = TenantId("local")
 """The tenant that owns the keys of a local installation."""
 
+_MIN_SALT_SECRET_CHARS = 16
+"""Of ``GatewayConfig.salt_secret``."""
+
 
 async def ensure_keys(keys: Keys, directory: DataDir) -> Credentials:
     """The local keys: those in the credentials file if the database knows them, else new ones.
@@ -59,11 +62,20 @@ async def ensure_model(registry: Registry, wanted: str | None, progress: Progres
 
 
 def ensure_salt_secret(directory: DataDir) -> str:
-    """The secret from which tenants' cache scopes are derived: made once, the same for all gateways and starts."""
+    """The secret from which tenants' cache scopes are derived: made once, the same for all gateways and starts.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     path = directory.root / "salt_secret"
     if not path.exists():
         write_private(path, secrets.token_urlsafe(32).encode())
-    return path.read_text().strip()
+    secret = path.read_bytes().strip()
+    if len(secret) < _MIN_SALT_SECRET_CHARS or not secret.isascii():
+        raise ConfigError(
+            f"{path}: damaged, {len(secret)} characters of the secret are left; remove it to have a new one made"
+        )
+    return secret.decode()
 
 
 async def _known(keys: Keys, plaintext: str) -> bool:

@@ -32,7 +32,11 @@ def paths(directory: Path, role: str) -> TlsFiles:
 
 
 def ensure_authority(directory: Path) -> None:
-    """Make a certificate authority in ``directory`` unless a valid one is there; only the owner can read its key."""
+    """Make a certificate authority in ``directory`` unless a valid one is there; only the owner can read its key.
+
+    Raises:
+        ConfigError: what is there is damaged; the message names the file to remove.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     certificate_path, key_path = directory / "ca.pem", directory / "ca.key"
     if certificate_path.exists() and key_path.exists() and not _expires_soon(certificate_path):
@@ -55,7 +59,7 @@ def ensure_certificate(directory: Path, role: str) -> TlsFiles:
     """Issue a certificate for ``role`` from the authority in ``directory`` unless a valid one is there.
 
     Raises:
-        ConfigError: there is no authority in ``directory``, or ``role`` is not one.
+        ConfigError: there is no authority in ``directory``, a file there is damaged, or ``role`` is not one.
     """
     if role not in ROLES:
         raise ConfigError(f"'{role}' is not a role; certificates are issued for: {', '.join(ROLES)}")
@@ -64,9 +68,11 @@ def ensure_certificate(directory: Path, role: str) -> TlsFiles:
         return found
     try:
         authority_key = serialization.load_pem_private_key((directory / "ca.key").read_bytes(), password=None)
-        authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+        authority = _read_certificate(directory / "ca.pem")
     except OSError as error:
         raise ConfigError(f"{directory}: no certificate authority here: {error.strerror}: {error.filename}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{directory / 'ca.key'}: damaged; remove it to have a new authority made") from error
     if not isinstance(authority_key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{directory / 'ca.key'}: not an elliptic-curve key; remove it to have a new authority made")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -118,9 +124,16 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _expires_soon(path: Path) -> bool:
-    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    certificate = _read_certificate(path)
     left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     return left < datetime.timedelta(days=RENEW_BEFORE_DAYS)
+
+
+def _read_certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path}: damaged, not a PEM certificate; remove it to have a new one made") from error
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:

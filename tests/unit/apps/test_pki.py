@@ -70,3 +70,18 @@ def test_unknown_role_is_refused_by_name(directory: Path) -> None:
 def test_missing_authority_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no certificate authority"):
         pki.ensure_certificate(tmp_path, "worker")
+
+
+def ensure_all(directory: Path) -> None:
+    pki.ensure_authority(directory)
+    for role in pki.ROLES:
+        pki.ensure_certificate(directory, role)
+
+
+@pytest.mark.parametrize("content", [b"", b"zz", b"\xff", b"-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n"])
+@pytest.mark.parametrize("name", ["ca.pem", "ca.key", "worker.pem"])
+def test_a_damaged_file_is_named(directory: Path, name: str, content: bytes) -> None:
+    pki.ensure_certificate(directory, "worker")
+    (directory / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{name}: damaged.*remove it"):
+        ensure_all(directory)
