@@ -40,6 +40,8 @@ def main() -> None:
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except OSError as error:
         # A place that cannot be written or read, or a disk that is full; without a file it is a defect of ours.
         if error.filename is None and error.errno not in _FULL:

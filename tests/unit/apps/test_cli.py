@@ -7,7 +7,7 @@ import pytest
 from headrace.apps import cli
 
 
-def ends_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def ends_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise error
 
@@ -36,3 +36,9 @@ def test_files_and_disks_are_named_without_a_trace(
 def test_a_defect_shows_its_trace(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(type(error)):
         ends_with(error, monkeypatch)
+
+
+def test_ctrl_c_while_a_command_is_loaded_shows_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ends_with(KeyboardInterrupt(), monkeypatch)
+    assert ended.value.code == 130
