@@ -86,5 +86,21 @@ def log_progress(stage: str, done: int, total: int) -> None:
 _last: dict[str, int] = {}
 
 
+def readable(line: str) -> str | None:
+    """A line of a JSON log for a person; None for one that only reports progress. Other lines are as they are."""
+    try:
+        entry = msgspec.json.decode(line, type=dict[str, object])
+    except msgspec.MsgspecError:
+        return line
+    event = entry.pop("event", "")
+    if event == PROGRESS_EVENT:
+        return None
+    time = str(entry.pop("timestamp", ""))[11:19]
+    level = str(entry.pop("level", ""))
+    entry.pop("process", None)
+    details = " ".join(f"{key}={value}" for key, value in entry.items())
+    return f"  {time} {level:8} {event} {details}".rstrip()
+
+
 def _json(value: object, **_: object) -> str:
     return msgspec.json.encode(value, enc_hook=str).decode()

@@ -22,7 +22,7 @@ from headrace.apps.config import WorkerAddress
 from headrace.apps.local import DataDir, Ready, WorkerEndpoint, write_private
 from headrace.apps.localconfig import LOCAL_DRAIN_S, Local, gateway_config, worker_config
 from headrace.apps.localsetup import ensure_keys, ensure_model, ensure_salt_secret
-from headrace.apps.logs import Progress
+from headrace.apps.logs import Progress, readable
 from headrace.apps.processes import Child
 from headrace.apps.progress import Steps
 from headrace.apps.storage import StorageConfig, StorageFile, open_storage
@@ -251,7 +251,8 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 def _obituary(child: Child, what: str) -> str:
-    return "\n".join([f"{child.name} {what}; the end of its log:", *child.tail()])
+    lines = [line for line in map(readable, child.tail(40)) if line is not None]
+    return "\n".join([f"{child.name} {what}; the end of its log, {child.log}:", *lines[-8:]])
 
 
 def _free_port() -> int:

@@ -65,6 +65,7 @@ class Child:
         self.name = name
         self.num_starts = 0
         self.last_exit: int | None = None
+        self._log_start = 0
         self._argv = list(argv)
         self._log = log
         self._environment = {**os.environ, **(environment or {})}
@@ -80,6 +81,8 @@ class Child:
 
     def start(self) -> None:
         """Begin to keep the process up. Returns at once."""
+        with contextlib.suppress(OSError):
+            self._log_start = self._log.stat().st_size
         self._task = asyncio.create_task(self._keep_up(), name=f"keep {self.name} up")
 
     async def stop(self, timeout_s: float) -> bool:
@@ -104,10 +107,17 @@ class Child:
             await process.wait()
         return clean
 
+    @property
+    def log(self) -> Path:
+        """Where its standard output goes."""
+        return self._log
+
     def tail(self, num_lines: int = 12) -> list[str]:
-        """The last lines of its log, for a message about why it does not start."""
+        """The last lines it wrote since :meth:`start`, for a message about why it does not start."""
         try:
-            return self._log.read_text(errors="replace").splitlines()[-num_lines:]
+            with self._log.open("rb") as file:
+                file.seek(self._log_start if file.seek(0, os.SEEK_END) >= self._log_start else 0)
+                return file.read().decode(errors="replace").splitlines()[-num_lines:]
         except OSError:
             return []
 

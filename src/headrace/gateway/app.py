@@ -59,6 +59,9 @@ class Gateway:
     async def _lifespan(self, _app: Any) -> AsyncIterator[None]:
         self._deps.dispatcher.on_change(self.models.refresh)
         self.models.refresh()
+        # Connections wait in the listening socket's backlog meanwhile, instead of being told that nothing is served
+        # by a gateway that was only just restarted.
+        await self.models.wait_until_any(self.config.startup_wait_s)
         try:
             yield
         finally:

@@ -39,6 +39,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     events of the stream."""
     keepalive_s: Positive = 10.0
     """A stream that was silent for so long gets an SSE comment, so that proxies do not cut it."""
+    startup_wait_s: Annotated[float, Meta(ge=0)] = 3.0
+    """At its start a gateway waits so long for a first worker before it answers anybody."""
     drain_s: Positive = 30.0
     """On shutdown, streams may go on for so long before they end with an error."""
 

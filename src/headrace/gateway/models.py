@@ -81,6 +81,16 @@ class ModelDirectory:
         self._known: dict[str, None] = {}
         """Every ``model`` and ``model@version`` that was served lately: what is away for a moment is no mistake."""
         self._served: dict[str, list[ServedModel]] = {}
+        self._any = asyncio.Event()
+
+    async def wait_until_any(self, timeout_s: float) -> bool:
+        """Wait until some model can be asked; False if none could in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._any.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def refresh(self) -> None:
         """Look at what is served now; called whenever that changed."""
@@ -104,6 +114,10 @@ class ModelDirectory:
         for key in gone[:-_MAX_KEPT]:
             del self._loaded[key]
         self._served = _by_name(described, self._loaded)
+        if self._served:
+            self._any.set()
+        else:
+            self._any.clear()
 
     def served(self) -> list[ServedModel]:
         """Every version that can be asked now, by name, and newest first within a name."""

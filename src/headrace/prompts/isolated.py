@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.prompts.render_process import Definition, Job, Outcome
 from headrace.prompts.template import ENDLESS, ChatTemplate
 
@@ -28,6 +28,9 @@ _CPU_S_PER_BYTE = 2e-7
 
 _SILENCE_S = 10.0
 """A process that neither answers nor ends: it is stopped, or the machine hardly runs."""
+
+MAX_PENDING_RENDERS = 256
+"""Requests of one model that may wait for its process; one takes well under a millisecond as a rule."""
 
 
 class IsolatedTemplate:
@@ -41,6 +44,7 @@ class IsolatedTemplate:
         self._definition = _line(Definition(template.sources, template.variables, template.limits))
         self._pool = ThreadPoolExecutor(1, "template")
         self._closed = False
+        self._num_pending = 0
         self._child: subprocess.Popen[bytes] | None = self._start()
 
     async def render(
@@ -55,7 +59,10 @@ class IsolatedTemplate:
 
         Raises:
             InvalidRequest: as there; or the rendering took more time or memory than any honest one.
+            Overloaded: ``MAX_PENDING_RENDERS`` wait already.
         """
+        if self._num_pending >= MAX_PENDING_RENDERS:
+            raise Overloaded(f"{self._num_pending} requests wait for the model's chat template", retry_after_s=1.0)
         job = Job(
             [dict(m) for m in messages],
             add_generation_prompt,
@@ -65,7 +72,10 @@ class IsolatedTemplate:
         )
         num_bytes = len(msgspec.json.encode(job))
         job.cpu_s = _CPU_S + _CPU_S_PER_MESSAGE * len(messages) + _CPU_S_PER_BYTE * num_bytes
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, _line(job))
+        work = asyncio.get_running_loop().run_in_executor(self._pool, self._ask, _line(job))
+        self._num_pending += 1
+        work.add_done_callback(self._rendered)
+        return await work
 
     def close(self) -> None:
         """End the process; a rendering in progress is refused. Idempotent."""
@@ -74,6 +84,9 @@ class IsolatedTemplate:
         child = self._child
         if child is not None:
             child.kill()
+
+    def _rendered(self, _work: object) -> None:
+        self._num_pending -= 1
 
     def _ask(self, line: bytes) -> str:
         # A process that somebody else ended is no fault of these messages, hence a second one.

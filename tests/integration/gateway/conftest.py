@@ -117,7 +117,7 @@ class Platform:
         **limits: object,
     ) -> None:
         workers = {"w0": fake()} if workers is None else workers
-        self.config = GatewayConfig(salt_secret="a secret of the tests", **limits)
+        self.config = GatewayConfig(salt_secret="a secret of the tests", **{"startup_wait_s": 0.0, **limits})
         self.key, row = new_key(TenantId("tenant-a"), Role.TENANT, created_at=0.0)
         self.admin_key, admin = new_key(TenantId("operators"), Role.ADMIN, created_at=0.0)
         await self.keys.add_key(row)

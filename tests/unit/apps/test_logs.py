@@ -3,6 +3,8 @@ import sys
 
 import msgspec
 
+from headrace.apps import logs
+
 CODE = """
 import sys
 from headrace.apps import logs
@@ -35,3 +37,11 @@ def test_lines_are_json_and_a_reader_that_left_stops_nothing() -> None:
     assert [line["event"] for line in lines] == ["first", "second x", "progress"]
     assert {line["process"] for line in lines} == {"p"}
     assert lines[2]["done"] == 1
+
+
+def test_a_log_line_for_a_person() -> None:
+    line = '{"event":"cannot serve","reason":"no model x","level":"error","timestamp":"2026-01-02T03:04:05Z"}'
+    assert logs.readable(line) == "  03:04:05 error    cannot serve reason=no model x"
+    assert logs.readable('{"event":"progress","stage":"load","done":1,"total":2}') is None
+    for other in ("Traceback (most recent call last):", "[1, 2]", '{"event":', ""):
+        assert logs.readable(other) == other

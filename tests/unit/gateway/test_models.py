@@ -166,3 +166,16 @@ async def test_closing_stops_loading(registry, monkeypatch):
 )
 def test_gateways_fetch_no_weights(path, wanted):
     assert is_text_file(path) is wanted
+
+
+async def test_waiting_for_a_first_model_is_bounded_and_ends_when_one_is_there(registry):
+    fleet = Fleet()
+    directory = ModelDirectory(fleet, registry, Path())
+    directory.refresh()
+    assert not await directory.wait_until_any(0.01)
+    waiting = asyncio.create_task(directory.wait_until_any(10))
+    fleet.engines.append(engine("m", "1"))
+    directory.refresh()
+    assert await waiting
+    assert directory.resolve("m").version == "1"
+    await directory.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.prompts.isolated import IsolatedTemplate
 from headrace.prompts.template import ChatTemplate
 
@@ -113,3 +113,12 @@ async def test_closing_refuses_what_is_being_rendered(echo: IsolatedTemplate) ->
     template.close()
     with pytest.raises((InvalidRequest, asyncio.CancelledError)):
         await endless
+
+
+async def test_waiting_renderings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.prompts.isolated.MAX_PENDING_RENDERS", 3)
+    template = isolated("{{ messages[0].content }}")
+    outcomes = await asyncio.gather(*(template.render(HI) for _ in range(5)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [str] * 3 + [Overloaded] * 2
+    assert await template.render(HI) == "hi"
+    template.close()
