@@ -14,6 +14,7 @@ from typing import Literal
 import aiohttp
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 
 from headrace.adapters.store.embedded import EmbeddedPostgres
 from headrace.adapters.store.migrate import migrate
@@ -28,13 +29,14 @@ from headrace.apps.progress import Steps
 from headrace.apps.storage import StorageConfig, StorageFile, open_storage
 from headrace.apps.welcome import welcome
 from headrace.core.config import dump
-from headrace.core.errors import Unavailable
+from headrace.core.errors import HeadraceError, Unavailable
 
 READY_TIMEOUT_S = 900.0
 MAX_FAILED_STARTS = 3
 STOP_TIMEOUT_S = LOCAL_DRAIN_S + 5.0
 """Longer than a process takes to drain and to say goodbye; one that takes more is killed."""
 WATCH_INTERVAL_S = 0.1
+POSTGRES_RETRY_LIMIT_S = 10.0
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,13 +193,26 @@ class Platform:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if self._postgres.poll() is not None:
-                self._console.print("[yellow]PostgreSQL ended; starting it again[/]")
-                await self._start_postgres()
+                await self._revive_postgres()
             if (pids := self._pids()) != ready.pids:
                 for name in ready.pids.keys() - pids.keys():
                     self._console.print(f"[yellow]{name} ended; starting it again[/]")
                 ready = msgspec.structs.replace(ready, pids=pids)
                 self._publish(ready)
+
+    async def _revive_postgres(self) -> None:
+        """Start PostgreSQL again, for as long as it takes: gateways go on with what they know meanwhile."""
+        self._console.print("[yellow]PostgreSQL ended; starting it again[/]")
+        pause_s = WATCH_INTERVAL_S
+        while True:
+            try:
+                await self._start_postgres()
+            except HeadraceError as error:
+                self._console.print(f"[yellow]PostgreSQL does not start: {escape(str(error))}[/]")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, POSTGRES_RETRY_LIMIT_S)
+            else:
+                return
 
     def _pids(self) -> dict[str, int]:
         pids = {"up": os.getpid()}

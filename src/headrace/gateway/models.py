@@ -130,9 +130,9 @@ class ModelDirectory:
             ModelNotFound: no such model; the message lists near names.
             Unavailable: it was served before, or its tokenizer is still being loaded; or nothing was ever served.
         """
-        name, _, version = reference.partition("@")
+        name, pinned, version = reference.partition("@")
         for model in self._served.get(name, ()):
-            if version in ("", model.version):
+            if not pinned or version == model.version:
                 return model
         if reference in self._known:
             raise Unavailable(f"No worker serves the model '{reference}' right now.", param="model", retry_after_s=2.0)

@@ -170,11 +170,14 @@ def _sampling(wire: Common, config: GatewayConfig, logprobs: int | None) -> Samp
         seed = wire.seed & MAX_SEED
     # vLLM writes "keep all" as -1.
     top_k = 0 if wire.top_k is None or wire.top_k == -1 else wire.top_k
+    top_p = _or(wire.top_p, 1.0)
+    if top_p == 0.0:  # OpenAI accepts it: the smallest nucleus is the likeliest token alone
+        top_p, top_k = 1.0, 1
     sampling = SamplingParams(
         seed=seed,
         temperature=_or(wire.temperature, 1.0),
         top_k=top_k,
-        top_p=_or(wire.top_p, 1.0),
+        top_p=top_p,
         min_p=_or(wire.min_p, 0.0),
         repetition_penalty=_or(wire.repetition_penalty, 1.0),
         presence_penalty=_or(wire.presence_penalty, 0.0),

@@ -78,6 +78,9 @@ async def test_a_model_whose_tokenizer_is_on_its_way_is_unavailable_and_then_the
     await loaded(directory, 1)
     for reference in ("m", "m@1"):
         assert directory.resolve(reference).version == "1"
+    for reference in ("m@2", "m@", "m@1@", "@1", "@"):
+        with pytest.raises(ModelNotFound):
+            directory.resolve(reference)
     with pytest.raises(ModelNotFound, match="'m'"):
         directory.resolve("m@2")
     await directory.close()

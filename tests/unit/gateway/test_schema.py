@@ -144,6 +144,11 @@ def test_choices_have_seeds_of_their_own(seed):
     assert seeds == [choice_seed(seed, index) for index in range(16)]
 
 
+def test_an_empty_nucleus_is_the_likeliest_token_alone():
+    params = chat(top_p=0).params
+    assert (params.sampling.top_p, params.sampling.top_k) == (1.0, 1)
+
+
 NUMBERS = [
     "temperature",
     "top_p",

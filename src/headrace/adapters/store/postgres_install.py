@@ -90,7 +90,7 @@ def find() -> Path:
 
 
 def usable(install: Path, user: Account) -> Path:
-    """``install``, or, if ``user`` cannot reach it (a checkout under ``/root``), a copy that everybody can read.
+    """``install``, or, if ``user`` cannot reach it (it is in a private directory), a copy that all can read.
 
     Raises:
         ConfigError: the copy cannot be made.
