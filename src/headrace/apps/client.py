@@ -42,11 +42,15 @@ class Gateway:
             raise Unavailable(f"{self.base_url} serves no model right now; try again in a moment")
         return names
 
-    def answer(self, model: str, messages: list[Message], max_tokens: int | None) -> Iterator[str]:
+    def answer(self, model: str, messages: list[Message], *, max_tokens: int, temperature: float) -> Iterator[str]:
         """The pieces of the answer as they are generated."""
-        body: dict[str, Any] = {"model": model, "messages": msgspec.to_builtins(messages), "stream": True}
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": msgspec.to_builtins(messages),
+            "stream": True,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
         with (
             _reaching(self.base_url),
             self._client.stream("POST", f"{self.base_url}/chat/completions", json=body) as got,

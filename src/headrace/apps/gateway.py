@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
+import prometheus_client
 import structlog
 import uvloop
 from cyclopts import Parameter
@@ -36,6 +37,7 @@ def gateway(config: Annotated[Path, Parameter(help="The TOML file of this gatewa
     """Run one gateway process until SIGTERM; it then accepts nothing new and lets streams finish."""
     settings = load(config, GatewayProcess)
     logs.configure(settings.log, process=settings.name)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # a series for each series, read by nobody
     if settings.die_with_parent:
         die_with_parent()
     uvloop.run(_serve(settings))

@@ -12,7 +12,10 @@ from headrace.core.errors import ConfigError
 
 
 def default_data_dir() -> Path:
-    """``$XDG_DATA_HOME/headrace``, usually ``~/.local/share/headrace``."""
+    """``.headrace`` if there is one here, as ``make up`` leaves it in a checkout; else ``$XDG_DATA_HOME/headrace``,
+    usually ``~/.local/share/headrace``."""
+    if (here := Path(".headrace")).is_dir():
+        return here
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "headrace"
 

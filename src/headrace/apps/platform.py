@@ -70,6 +70,7 @@ class Platform:
         self._services: list[_Service] = []
         """Workers first, then gateways: the order of starting, and the reverse of stopping."""
         self._reports: dict[str, Progress] = {}
+        self._returning: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Start everything, say so, keep it up until SIGINT or SIGTERM, stop everything.
@@ -178,9 +179,10 @@ class Platform:
             Unavailable: it ended several times, or was not ready in time; with the end of its log.
         """
         child, deadline = service.child, time.monotonic() + READY_TIMEOUT_S
+        num_starts = child.num_starts
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
             while not await _answers(session, service.ready_url):
-                if child.last_exit is not None and child.num_starts > MAX_FAILED_STARTS:
+                if child.last_exit is not None and child.num_starts - num_starts > MAX_FAILED_STARTS:
                     raise Unavailable(
                         _obituary(child, f"ended {MAX_FAILED_STARTS} times with status {child.last_exit}")
                     )
@@ -195,10 +197,23 @@ class Platform:
             if self._postgres.poll() is not None:
                 await self._revive_postgres()
             if (pids := self._pids()) != ready.pids:
-                for name in ready.pids.keys() - pids.keys():
-                    self._console.print(f"[yellow]{name} ended; starting it again[/]")
+                for service in self._services:
+                    name = service.child.name
+                    if name in ready.pids and ready.pids[name] != pids.get(name) and name not in self._returning:
+                        self._console.print(f"[yellow]{name} ended; starting it again[/]")
+                        self._returning[name] = asyncio.create_task(self._announce_return(service))
                 ready = msgspec.structs.replace(ready, pids=pids)
                 self._publish(ready)
+
+    async def _announce_return(self, service: _Service) -> None:
+        """Say when a process that ended serves again."""
+        began, name = time.monotonic(), service.child.name
+        try:
+            await self._until_ready(service)
+            self._console.print(f"[green]{name} serves again[/] [dim]after {time.monotonic() - began:.1f} s[/]")
+        except Unavailable as error:  # its supervision goes on
+            self._console.print(f"[red]{escape(str(error))}[/]")
+        del self._returning[name]
 
     async def _revive_postgres(self) -> None:
         """Start PostgreSQL again, for as long as it takes: gateways go on with what they know meanwhile."""

@@ -182,17 +182,21 @@ class Child:
                     continue
                 if not line:
                     return
-                log.write(line)
-                if self._on_progress is not None and b'"progress"' in line:
-                    self._report(line)
+                if not self._is_progress(line):
+                    log.write(line)
 
-    def _report(self, line: bytes) -> None:
+    def _is_progress(self, line: bytes) -> bool:
+        """Whether a line only says how far a step is; it was passed on then, and the log is spared it."""
+        if self._on_progress is None or b'"progress"' not in line:
+            return False
         try:
             entry = msgspec.json.decode(line, type=_ProgressLine)
         except msgspec.MsgspecError:
-            return
-        if entry.event == PROGRESS_EVENT and self._on_progress is not None:
-            self._on_progress(self.name, entry.stage, entry.done, entry.total)
+            return False
+        if entry.event != PROGRESS_EVENT:
+            return False
+        self._on_progress(self.name, entry.stage, entry.done, entry.total)
+        return True
 
 
 class _BoundedLog:

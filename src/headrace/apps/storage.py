@@ -93,7 +93,11 @@ async def open_for_command(
             yield opened
         return
     directory = DataDir(data or default_data_dir())
-    directory.create()
+    if not directory.postgres.exists():
+        raise ConfigError(
+            f"there is no Headrace data in {directory.root}; name its directory with --data, start one with "
+            "`headrace up`, or give --config"
+        )
     if directory.in_use():
         async with _open_all(load(directory.storage, StorageFile).storage) as opened:
             yield opened

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import prometheus_client
 import structlog
 import uvloop
 from cyclopts import Parameter
@@ -37,6 +38,7 @@ def worker(config: Annotated[Path, Parameter(help="The TOML file of this worker.
     """
     settings = load(config, WorkerProcess)
     logs.configure(settings.log, process=settings.name)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # a series for each series, read by nobody
     if settings.die_with_parent:
         die_with_parent()
     try:

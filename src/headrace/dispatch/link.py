@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 Connector = Callable[[], Awaitable[Engine]]
 
+_TRIES_PER_WARNING = 20
+
 
 class WorkerLink:
     """Owns the engine of one worker and the streams that run on it. One task, :meth:`run`, drives it."""
@@ -111,7 +113,11 @@ class WorkerLink:
             # A defect in an adapter costs one connection, not the worker for good.
             except Exception as error:
                 expected = isinstance(error, HeadraceError | OSError)
-                log.warning("worker %s: %s", self.worker_id, _reason(error), exc_info=not expected)
+                # One outage is many failed tries; the first says why, and one in a while that it lasts.
+                level = (
+                    logging.WARNING if self._num_failures % _TRIES_PER_WARNING == 0 or not expected else logging.DEBUG
+                )
+                log.log(level, "worker %s: %s", self.worker_id, _reason(error), exc_info=not expected)
             await asyncio.sleep(self._pause_s())
 
     async def _live_once(self) -> None:
@@ -136,7 +142,10 @@ class WorkerLink:
         finally:
             if self._clock.monotonic() - connected_at > self._config.reconnect_max_s:
                 self._num_failures = 0
-            self._lose(EngineDead(f"worker {self.worker_id} was lost: {reason}", retry_after_s=1.0))
+            log.info("worker %s: lost: %s", self.worker_id, reason)
+            # Addresses and system errors stay in the log: this is for the caller's eyes.
+            message = f"worker {self.worker_id} was lost before the answer was complete; send the request again"
+            self._lose(EngineDead(message, retry_after_s=1.0))
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await engine.close()
 

@@ -223,7 +223,7 @@ async def test_a_lost_worker_fails_its_streams_after_what_it_said_and_comes_back
             first.say(delta("a", 5))
             first.die()
             assert (await anext(stream)).token_ids == [5]
-            with pytest.raises(EngineDead, match="killed"):
+            with pytest.raises(EngineDead, match="w0 was lost"):
                 await anext(stream)
         assert first.aborted == []
         assert first.closed
