@@ -26,7 +26,7 @@ def welcome(console: Console, ready: Ready, directory: DataDir, seconds: float) 
         "[bold]With curl[/]",
         f"curl {ready.base_url}/chat/completions \\",
         f'  -H "Authorization: Bearer {ready.api_key}" -H "Content-Type: application/json" \\',
-        f'  -d \'{{"model": "{model}", "max_tokens": 100, "temperature": 0.2, \\',
+        f'  -d \'{{"model": "{model}", "max_tokens": 100, "temperature": 0.2,',
         '       "messages": \\[{"role": "user", "content": "Why is the sky blue?"}]}\'',
         "",
         "[bold]With Python[/]  [dim](the package openai)[/]",
