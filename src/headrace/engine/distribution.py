@@ -1,19 +1,23 @@
-"""Drawing from a row of logits by inverting its cumulative distribution at a given number.
+"""Drawing from a row of logits by an exponential race among its tokens.
 
-The choice is a function of the row, its parameters and the number alone. Tokens stand in the order of their ids, so a
-rounding error in one logit moves the borders a little instead of swapping neighbours' places, and every sum is made of
-parts whose size does not depend on how many rows there are.
+The winner is the arg max of ``logit - T × ln(E)``, where the exponential number ``E`` belongs to the token, the row's
+seed and its position (Gumbel-max: each token wins with its softmax probability at temperature T). Each token keeps its
+own noise, so rounding errors in the logits change the choice only where the two best scores are nearer to each other
+than the errors are. The choice is a function of the row, its parameters and its key alone.
 """
 
 import torch
 
+from headrace.engine.random import log_exponentials, token_bits
+from headrace.nn.ops.race import DTYPES, race
+
 _CHUNK = 256
 _WINDOWS = (256, 4096)
 """How many of the likeliest tokens to look at before all of them are sorted."""
-_TILE_ROWS = 8
-"""Rows worked on together: few enough for their probabilities to stay in a CPU's cache."""
 _FILTERED_TILE_ROWS = 32
-"""More of those that are filtered, for which the number of small operations counts as well."""
+"""Rows filtered together on a CPU: few enough for its cache, enough to make the number of small operations bearable."""
+_TILE_ELEMENTS = 2**21
+"""Scores that the race in torch holds at once, in several copies of 8 bytes each."""
 
 
 def draw(
@@ -22,105 +26,105 @@ def draw(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
 ) -> torch.Tensor:
-    """One token id for each row ``[num_rows] int64``.
+    """One token id for each row ``[num_rows] int64``, -1 where the highest logit is not a finite number.
 
-    ``logits [num_rows, vocab] float32``; ``temperature``, ``top_p``, ``min_p`` ``[num_rows] float32``;
-    ``top_k [num_rows] int64`` (0: all); ``uniform [num_rows] float64`` in [0, 1).
+    ``logits [num_rows, vocab]`` of any float dtype; ``temperature``, ``top_p``, ``min_p`` ``[num_rows] float32``
+    (temperature 0: the first arg max); ``top_k [num_rows] int64`` (0: all); ``keys [num_rows, 2] int32`` as
+    :func:`headrace.engine.random.row_keys` gives them.
 
     Of equally likely tokens at the edge of what ``top_k`` or ``top_p`` keep, those with lower ids stay.
     """
     vocab = logits.shape[1]
     filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    for rows in _tiles((~filtered).nonzero()[:, 0], _TILE_ROWS):
-        chosen[rows] = _draw_all(_tempered(logits, temperature, rows), uniform[rows])
-    for rows in _tiles(filtered.nonzero()[:, 0], _FILTERED_TILE_ROWS):
-        tempered = _tempered(logits, temperature, rows)
-        chosen[rows] = _draw_filtered(tempered, top_k[rows], top_p[rows], min_p[rows], uniform[rows])
-    return chosen
+    floor = torch.full_like(temperature, -torch.inf)
+    last_id = torch.full_like(temperature, vocab, dtype=torch.int32)
+    rows = (filtered & (temperature > 0.0)).nonzero()[:, 0]
+    for tile in torch.split(rows, _FILTERED_TILE_ROWS if rows.device.type == "cpu" else max(1, len(rows))):
+        floor[tile], last_id[tile] = _edges(
+            logits[tile].float(), temperature[tile], top_k[tile], top_p[tile], min_p[tile]
+        )
+    if logits.device.type == "cpu":
+        return race(logits if logits.dtype in DTYPES else logits.float(), temperature, keys, floor, last_id)
+    return race_in_torch(logits, temperature, keys, floor, last_id)
 
 
-def _tiles(rows: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
-    size = num_rows if rows.device.type == "cpu" else max(1, len(rows))
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def _tempered(logits: torch.Tensor, temperature: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Logits of ``rows`` over their temperatures, moved so that the likeliest token's is 0."""
-    tempered = logits[rows]
-    tempered -= tempered.amax(1, keepdim=True)
-    tempered /= temperature[rows, None]
-    return tempered
-
-
-def _draw_all(tempered: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """From all tokens: first the chunk of the vocabulary that the number falls into, then the token inside it.
-
-    Overwrites ``tempered``.
-    """
-    weights = _chunked(tempered.exp_())
-    borders = weights.sum(2, dtype=torch.float64).cumsum(1)
-    target = uniform * borders[:, -1]
-    chunk = _first_above(borders, target)
-    rows = torch.arange(len(weights), device=weights.device)
-    before = torch.where(chunk > 0, borders[rows, (chunk - 1).clamp(min=0)], 0.0)
-    inside = weights[rows, chunk].cumsum(1, dtype=torch.float64)
-    return chunk * _CHUNK + _first_above(inside, target - before)
-
-
-def _draw_filtered(
-    tempered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor
+def race_in_torch(
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, floor: torch.Tensor, last_id: torch.Tensor
 ) -> torch.Tensor:
-    """From the likeliest tokens: widen the window row by row until it surely holds all that is kept."""
-    vocab = tempered.shape[1]
-    total = _chunked(tempered.exp()).sum(2, dtype=torch.float64).cumsum(1)[:, -1]
+    """What :func:`headrace.nn.ops.race.race` does, on any device and for any float dtype."""
+    vocab = logits.shape[1]
+    winners = logits.argmax(1)
+    broken = ~torch.isfinite(logits.gather(1, winners[:, None])[:, 0])
+    token_ids = torch.arange(vocab, device=logits.device)
+    for rows in torch.split((temperature > 0.0).nonzero()[:, 0], max(1, _TILE_ELEMENTS // vocab)):
+        scores = logits[rows].double()
+        edge = floor[rows, None]
+        barred = (scores < edge) | ((scores == edge) & (token_ids > last_id[rows, None]))
+        scores -= temperature[rows, None] * log_exponentials(token_bits(keys[rows], vocab))
+        winners[rows] = scores.masked_fill_(barred, -torch.inf).argmax(1)
+    return winners.masked_fill_(broken, -1)
+
+
+def _edges(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest logit that each row keeps ``[num_rows] float32``, and the last id that it keeps of those equal to it.
+
+    Looks at the likeliest tokens, and widens the window row by row until it surely holds all that is kept.
+    """
+    vocab = logits.shape[1]
+    peak = logits.amax(1, keepdim=True)
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    chosen = torch.empty(len(tempered), dtype=torch.int64, device=tempered.device)
-    open_rows = torch.arange(len(tempered), device=tempered.device)
+    total = torch.zeros_like(temperature, dtype=torch.float64)
+    if ((k == vocab) & (top_p < 1.0)).any():
+        total = _chunked(_weights(logits, peak, temperature)).sum(2, dtype=torch.float64).cumsum(1)[:, -1]
+    floor = torch.full_like(temperature, -torch.inf)
+    last_id = torch.full_like(temperature, vocab, dtype=torch.int32)
+    # Rows that hold no numbers keep everything; the race names them.
+    open_rows = torch.isfinite(peak[:, 0]).nonzero()[:, 0]
     for window in (*(w for w in _WINDOWS if w < vocab), vocab):
-        values, ids = tempered[open_rows].topk(window, dim=1)
-        limit = k[open_rows]
-        num_kept = _count_kept(values, limit, top_p[open_rows], min_p[open_rows], total[open_rows])
-        # Not settled while the window's end is kept, or as likely as the last token that is: more may lie beyond.
-        # Nor while top_k reaches beyond the window, since top_p is a share of all that top_k leaves.
-        edge = values.gather(1, num_kept[:, None] - 1)[:, 0]
-        settled = (values[:, -1] < edge) & ((limit <= window) | (limit == vocab)) | (window == vocab)
-        rows = open_rows[settled]
-        if len(rows):
-            chosen[rows] = _draw_kept(values[settled], ids[settled], num_kept[settled], uniform[rows])
-        open_rows = open_rows[~settled]
         if not len(open_rows):
             break
-    return chosen
+        values = logits[open_rows].topk(window, dim=1).values
+        limit = k[open_rows]
+        weights = _weights(values, peak[open_rows], temperature[open_rows])
+        num_kept = _count_kept(weights, limit, top_p[open_rows], min_p[open_rows], total[open_rows])
+        # Not settled while the window's end is kept, or as likely as the last token that is: more may lie beyond.
+        # Nor while top_k reaches beyond the window, since top_p is a share of all that top_k leaves.
+        edge = values.gather(1, num_kept[:, None] - 1)
+        settled = (values[:, -1:] < edge)[:, 0] & ((limit <= window) | (limit == vocab)) | (window == vocab)
+        floor[open_rows[settled]] = edge[settled, 0]
+        num_tied_kept = num_kept - (values > edge).sum(1)
+        split = ((values == edge).sum(1) > num_tied_kept) & settled
+        if split.any():
+            rows = open_rows[split]
+            place = (logits[rows] == edge[split]).cumsum(1)
+            last_id[rows] = (place < num_tied_kept[split, None]).sum(1, dtype=torch.int32)
+        open_rows = open_rows[~settled]
+    return floor, last_id
+
+
+def _weights(logits: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Probabilities at each row's temperature over the likeliest token's, whose logit is ``peak [num_rows, 1]``."""
+    return (logits - peak).div_(temperature[:, None]).exp_()
 
 
 def _count_kept(
-    values: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, total: torch.Tensor
+    weights: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """How many of the sorted ``values [num_rows, window]`` each row keeps, at least 1: ``[num_rows] int64``."""
-    weights = values.exp().double()
-    place = torch.arange(values.shape[1], device=values.device)
+    """How many of the sorted ``weights [num_rows, window]`` each row keeps, at least 1: ``[num_rows] int64``."""
+    weights = weights.double()
+    place = torch.arange(weights.shape[1], device=weights.device)
     weights *= place < k[:, None]
     cumulative = weights.cumsum(1)
     # top_p is a share of what top_k left.
-    mass = torch.where(k <= values.shape[1], cumulative[:, -1], total)
+    mass = torch.where(k <= weights.shape[1], cumulative[:, -1], total)
     by_p = (cumulative - weights) < (top_p.double() * mass)[:, None]
     by_p |= (top_p >= 1.0)[:, None]
     by_min = weights >= min_p[:, None]
     return (by_p & by_min & (place < k[:, None])).sum(1).clamp(min=1)
-
-
-def _draw_kept(values: torch.Tensor, ids: torch.Tensor, num_kept: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    ids, by_id = ids.sort(1)
-    values = values.gather(1, by_id)
-    by_value = values.argsort(dim=1, descending=True, stable=True)
-    place = torch.empty_like(by_value)
-    place.scatter_(1, by_value, torch.arange(values.shape[1], device=values.device).expand_as(by_value))
-    weights = values.exp().double() * (place < num_kept[:, None])
-    borders = weights.cumsum(1)
-    return ids.gather(1, _first_above(borders, uniform * borders[:, -1])[:, None])[:, 0]
 
 
 def _chunked(weights: torch.Tensor) -> torch.Tensor:
@@ -129,10 +133,3 @@ def _chunked(weights: torch.Tensor) -> torch.Tensor:
     if missing:
         weights = torch.nn.functional.pad(weights, (0, missing))
     return weights.view(len(weights), -1, _CHUNK)
-
-
-def _first_above(borders: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first place whose border is above the target ``[num_rows]``; one that has weight, whatever rounding does."""
-    end = borders[:, -1]
-    target = torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))
-    return torch.searchsorted(borders, target[:, None], right=True)[:, 0]

@@ -10,7 +10,8 @@ from headrace.core.frames import TokenLogprobs
 from headrace.core.requests import GenerationRequest
 from headrace.engine.distribution import draw
 from headrace.engine.penalties import Adjustments, apply_adjustments
-from headrace.engine.random import uniforms
+from headrace.engine.random import row_keys
+from headrace.nn.ops.race import prepare
 
 _Ints = npt.NDArray[np.int64]
 
@@ -31,6 +32,8 @@ class Sampler:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
+        if device.type == "cpu":
+            prepare()
         self._seed = np.zeros(num_slots, np.int64)
         self._temperature = np.zeros(num_slots, np.float32)
         self._top_k = np.zeros(num_slots, np.int64)
@@ -68,30 +71,22 @@ class Sampler:
         if self._plain_greedy[slots].all():
             return self._greedy(logits)
         adjustments = [(row, adj) for row, slot in enumerate(slots.tolist()) if (adj := self._adjustments[slot])]
-        raw = logits.float()
-        work = raw
+        work = logits
         if adjustments:
-            work = raw.clone()
+            work = logits.to(torch.float32, copy=True)
             apply_adjustments(work, adjustments)
-        chosen, peaks = _argmax(work)
-        broken = frozenset((~torch.isfinite(peaks)).nonzero()[:, 0].tolist())
-        # Broken rows never reach the drawing, where a NaN has no place in any order.
-        random_rows = np.flatnonzero(self._temperature[slots] > 0.0)
-        if broken:
-            random_rows = np.setdiff1d(random_rows, list(broken))
-        if len(random_rows):
-            whose = slots[random_rows]
-            rows = self._to_device(random_rows)
-            chosen[rows] = draw(
-                work if len(random_rows) == len(slots) else work[rows],
-                self._to_device(self._temperature[whose]),
-                self._to_device(self._top_k[whose]),
-                self._to_device(self._top_p[whose]),
-                self._to_device(self._min_p[whose]),
-                self._to_device(uniforms(self._seed[whose], positions[random_rows])),
-            )
+        chosen = draw(
+            work,
+            self._to_device(self._temperature[slots]),
+            self._to_device(self._top_k[slots]),
+            self._to_device(self._top_p[slots]),
+            self._to_device(self._min_p[slots]),
+            self._to_device(row_keys(self._seed[slots], positions)),
+        )
+        broken = frozenset((chosen < 0).nonzero()[:, 0].tolist())
+        chosen.clamp_(min=0)
         wanted = self._num_logprobs[slots]
-        logprobs = _logprobs(raw, chosen, wanted) if (wanted >= 0).any() else {}
+        logprobs = _logprobs(logits, chosen, wanted) if (wanted >= 0).any() else {}
         return Sampled(chosen.tolist(), logprobs, broken)
 
     def _greedy(self, logits: torch.Tensor) -> Sampled:
@@ -114,7 +109,7 @@ def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _logprobs(raw: torch.Tensor, chosen: torch.Tensor, wanted: _Ints) -> dict[int, TokenLogprobs]:
     rows = np.flatnonzero(wanted >= 0)
-    logits = raw[torch.from_numpy(rows).to(raw.device)]
+    logits = raw[torch.from_numpy(rows).to(raw.device)].float()
     token_ids = chosen[torch.from_numpy(rows).to(raw.device)]
     own = logits.gather(1, token_ids[:, None])
     norm = logits.logsumexp(1, keepdim=True)

@@ -37,7 +37,7 @@ CHUNK_TOKENS = 256
 
 # numba's disk cache notices a change of this file only. The kernels close over the digest of the other one, which
 # makes it part of the cache's key.
-_STAMP = int.from_bytes(hashlib.sha256(Path(vector.__file__).read_bytes()).digest()[:4], "little")
+STAMP = int.from_bytes(hashlib.sha256(Path(vector.__file__).read_bytes()).digest()[:4], "little")
 
 # Only fusing is allowed: numba would spread freedom to reorder into `exp`, whose accuracy hangs on its order.
 _FAST = {"contract"}
@@ -49,7 +49,8 @@ _types: Any = types
 carray = _numba.carray
 
 
-def _compile(function: Callable[[Any], None]) -> Kernel:
+def compile_kernel(function: Callable[[Any], None]) -> Kernel:
+    """Machine code for ``function`` of a kernel's words, from the disk cache where that has it."""
     signature = _types.void(_types.CPointer(_types.int64))
     options = {"fastmath": _FAST, "error_model": "numpy"}
     try:
@@ -61,7 +62,7 @@ def _compile(function: Callable[[Any], None]) -> Kernel:
 
 
 @cache
-def make_add_norm(num_bits: int, eps: float, stamp: int = _STAMP) -> Kernel:
+def make_add_norm(num_bits: int, eps: float, stamp: int = STAMP) -> Kernel:
     """residual += delta; output = RMSNorm(residual) × weight. Items are rows.
 
     Words: residual, delta, weight, output, row size, rows per turn.
@@ -91,11 +92,11 @@ def make_add_norm(num_bits: int, eps: float, stamp: int = _STAMP) -> Kernel:
                     normed = widen(narrow(out, widen(row[j]) * scale))
                     out[j] = narrow(out, normed * widen(weight[j]))
 
-    return _compile(add_norm)
+    return compile_kernel(add_norm)
 
 
 @cache
-def make_silu_mul(num_bits: int, stamp: int = _STAMP) -> Kernel:
+def make_silu_mul(num_bits: int, stamp: int = STAMP) -> Kernel:
     """output = SiLU(left half) × right half. Items are rows.
 
     Words: gate and up, output, output's row size, rows per turn.
@@ -118,12 +119,12 @@ def make_silu_mul(num_bits: int, stamp: int = _STAMP) -> Kernel:
                     silu = widen(narrow(out, x / (np.float32(1) + exp(-x))))
                     out[j] = narrow(out, silu * widen(up[j]))
 
-    return _compile(silu_mul)
+    return compile_kernel(silu_mul)
 
 
 @cache
 def make_rotate_and_store(
-    num_bits: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, eps: float, stamp: int = _STAMP
+    num_bits: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, eps: float, stamp: int = STAMP
 ) -> Kernel:
     """Rotate queries and keys in place and write the cache. Items are tokens.
 
@@ -178,7 +179,7 @@ def make_rotate_and_store(
                     for j in range(head_dim):
                         target[j] = source[j]
 
-    return _compile(rotate_and_store)
+    return compile_kernel(rotate_and_store)
 
 
 @cache
@@ -191,7 +192,7 @@ def make_attend(
     scale: float,
     tile_tokens: int,
     rows: int,
-    stamp: int = _STAMP,
+    stamp: int = STAMP,
 ) -> Kernel:
     """Causal attention over the paged cache. Items are tiles × key heads, tiles as in ``Step.tiles``.
 
@@ -292,4 +293,4 @@ def make_attend(
                 for j in range(head_dim):
                     target[j] = narrow(target, source[j] * inverse)
 
-    return _compile(attend)
+    return compile_kernel(attend)
