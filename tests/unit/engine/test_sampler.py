@@ -199,7 +199,7 @@ def test_of_equal_tokens_at_the_edge_the_lower_ids_stay(k):
     assert set(chosen.tolist()) == set(range(k))
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 49_152])
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 49_152])
 def test_a_token_without_weight_is_never_chosen(vocab):
     n = 20
     logits = torch.full((1, vocab), -torch.inf)

@@ -16,7 +16,7 @@ def run(
     return race(logits, torch.full((n,), temperature), keys, torch.full((n,), floor), last)
 
 
-@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temperature_zero_takes_the_first_of_the_likeliest(vocab: int, dtype: torch.dtype) -> None:
     logits = torch.zeros(3, vocab, dtype=dtype)

@@ -31,7 +31,7 @@ from headrace.nn.ops.vector import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-_CHUNK = 128
+_CHUNK = 64
 _ALL_BITS = 2.0**32 - 1
 _LOWEST_LOG = -23.0
 """Below the logarithm of the smallest exponential number, that of bits 0."""
