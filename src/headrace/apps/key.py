@@ -30,7 +30,7 @@ def create(
 
     async def run() -> str:
         plaintext, row = new_key(TenantId(tenant), role, created_at=time.time())
-        async with open_for_command(config, data) as (store, _, _):
+        async with open_for_command(config, data, create=True) as (store, _, _):
             await store.add_tenant(row.tenant_id, tenant)
             await store.add_key(row)
         return plaintext

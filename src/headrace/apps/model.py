@@ -43,7 +43,7 @@ def list_(*, config: Config = None, data: Data = None) -> None:
 
 async def _import(source: str, name: str | None, config: Path | None, data: Path | None) -> None:
     console = Console(highlight=False)
-    async with open_for_command(config, data) as (_, registry, _):
+    async with open_for_command(config, data, create=True) as (_, registry, _):
         with Steps(console) as steps, steps.step(f"Import {source}") as report:
             imported = await registry.import_model(source, name=name, progress=report)
     version, note = imported.version, "" if imported.created else ", which was there already"

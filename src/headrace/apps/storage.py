@@ -74,16 +74,17 @@ async def wait_for_storage(config: StorageConfig) -> AsyncIterator[tuple[Postgre
 
 @contextlib.asynccontextmanager
 async def open_for_command(
-    config: Path | None, data: Path | None
+    config: Path | None, data: Path | None, *, create: bool = False
 ) -> AsyncIterator[tuple[PostgresStore, Registry, Path]]:
     """Storage for a command that ends soon.
 
     Gives the store, the registry, and the directory for unpacked models. With ``config``, those that its ``[storage]``
     table names. Else those of a local data directory: the database of the ``headrace up`` that runs there, or one
-    started for as long as the command takes.
+    started for as long as the command takes. ``create`` makes a data directory that is not there: for commands that put
+    something in; one that only looks leaves no trace.
 
     Raises:
-        ConfigError: both were given, or the configuration is wrong.
+        ConfigError: both were given, the configuration is wrong, or there is no data directory and ``create`` is false.
         StoreUnavailable: the database does not answer.
     """
     if config is not None:
@@ -93,7 +94,9 @@ async def open_for_command(
             yield opened
         return
     directory = DataDir(data or default_data_dir())
-    if not directory.postgres.exists():
+    if create:
+        directory.create()
+    elif not directory.postgres.exists():
         raise ConfigError(
             f"there is no Headrace data in {directory.root}; name its directory with --data, start one with "
             "`headrace up`, or give --config"

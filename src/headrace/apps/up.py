@@ -17,7 +17,10 @@ def up(
     *,
     port: Annotated[int, Parameter(help="The gateway's port.")] = 8000,
     host: Annotated[str, Parameter(help="The gateway's address; 0.0.0.0 serves the network.")] = "127.0.0.1",
-    data: Annotated[Path | None, Parameter(help="Where everything is kept. Default: ~/.local/share/headrace.")] = None,
+    data: Annotated[
+        Path | None,
+        Parameter(help="Where everything is kept. Default: .headrace if it is there, else ~/.local/share/headrace."),
+    ] = None,
     workers: Annotated[int, Parameter(help="Worker processes.")] = 1,
     gateways: Annotated[int, Parameter(help="Gateway processes, all on the same port.")] = 1,
     engine: Annotated[

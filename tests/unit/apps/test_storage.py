@@ -9,8 +9,9 @@ import pytest
 import structlog
 
 from headrace.apps import storage
-from headrace.apps.storage import StorageConfig, open_storage, wait_for_storage
+from headrace.apps.storage import StorageConfig, open_for_command, open_storage, wait_for_storage
 from headrace.core.errors import ConfigError, StoreUnavailable
+from headrace.core.ids import KeyId, TenantId
 
 
 @pytest.fixture
@@ -71,3 +72,18 @@ async def test_a_process_goes_on_when_the_database_answers(
     monkeypatch.setattr(storage.PostgresStore, "open", open_)
     async with wait_for_storage(nowhere):
         assert answers == []
+
+
+async def test_a_command_that_only_looks_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no Headrace data"):
+        async with open_for_command(None, tmp_path / "data"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_command_that_puts_something_in_makes_the_place_for_it(tmp_path: Path) -> None:
+    async with open_for_command(None, tmp_path / "data", create=True) as (store, _, _):
+        await store.add_tenant(TenantId("t"), "t")
+    async with open_for_command(None, tmp_path / "data") as (store, registry, _):
+        assert await store.find_key(KeyId("none")) is None
+        assert await registry.list() == []
