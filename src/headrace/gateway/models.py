@@ -190,6 +190,7 @@ class ModelDirectory:
         version = await self._models.resolve(f"{key[0]}@{key[1]}")
         directory = await self._models.materialize(version, self._cache_dir, only=is_text_file)
         tokenizer = await asyncio.to_thread(Tokenizer.load, directory)
+        await asyncio.to_thread(tokenizer.warm_up)
         template = await asyncio.to_thread(ChatTemplate.load, directory)
         isolated = None if template is None else await asyncio.to_thread(IsolatedTemplate, template)
         return Served(tokenizer, isolated, version.created_at)

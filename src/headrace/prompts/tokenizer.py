@@ -1,6 +1,7 @@
 """Text to token ids and back."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -75,6 +76,11 @@ class Tokenizer:
             ids.add(eos_id)
         tokenizer.eos_token_ids = frozenset(ids)
         return tokenizer
+
+    def warm_up(self) -> None:
+        """Make the threads' copies now, so that no long text waits for one. Blocks, about a tenth of a second for each."""
+        # A thread that parses is not idle, so each of these starts one of its own.
+        concurrent.futures.wait([self._pool.submit(self.encode, "a") for _ in range(_NUM_THREADS)])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, in the calling thread.

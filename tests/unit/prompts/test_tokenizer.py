@@ -175,3 +175,15 @@ def test_loading_in_one_thread_leaves_the_parsed_copy_to_the_thread_that_encodes
     monkeypatch.setattr(Tokenizer, "_parse", lambda self: pytest.fail("parsed again"))
     assert loaded[0].encode("hello")
     loaded[0].close()
+
+
+async def test_a_warm_tokenizer_parses_nothing_for_a_long_text(
+    raw_byte_level: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(raw_byte_level.to_str().encode())
+    tokenizer.warm_up()
+    monkeypatch.setattr(Tokenizer, "_parse", lambda self: pytest.fail("parsed again"))
+    texts = ["x" * (MAX_INLINE_CHARS + 1)] * 8
+    encoded = await asyncio.gather(*(tokenizer.encode_async(text) for text in texts))
+    assert all(ids == encoded[0] for ids in encoded)
+    tokenizer.close()
