@@ -78,7 +78,7 @@ class Tokenizer:
         return tokenizer
 
     def warm_up(self) -> None:
-        """Make the threads' copies now, so that no long text waits for one. Blocks, about a tenth of a second for each."""
+        """Make the threads' copies now, so that no long text waits for one. Blocks for some tenths of a second."""
         # A thread that parses is not idle, so each of these starts one of its own.
         concurrent.futures.wait([self._pool.submit(self.encode, "a") for _ in range(_NUM_THREADS)])
 
