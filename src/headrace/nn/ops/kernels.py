@@ -28,7 +28,7 @@ from headrace.nn.ops.vector import (
     narrow,
     score_block,
     take_items,
-    weigh_block,
+    weigh_blocks,
     widen,
 )
 
@@ -84,9 +84,9 @@ def make_add_norm(num_bits: int, eps: float, stamp: int = STAMP) -> Kernel:
                 row, change, out = residual[i], delta[i], output[i]
                 total = np.float32(0)
                 for j in range(size):
-                    x = narrow(row, widen(row[j]) + widen(change[j]))
-                    row[j] = x
-                    total = add(total, widen(x) * widen(x))
+                    row[j] = narrow(row, widen(row[j]) + widen(change[j]))
+                for j in range(size):
+                    total = add(total, widen(row[j]) * widen(row[j]))
                 scale = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(eps))
                 for j in range(size):
                     normed = widen(narrow(out, widen(row[j]) * scale))
@@ -132,6 +132,7 @@ def make_rotate_and_store(
     are ``[2, head_dim]`` (queries, keys) to normalise heads first, or their number is 0.
     """
     half = head_dim // 2
+    pair = 32 // num_bits
 
     def rotate_and_store(words: Any) -> None:
         _ = stamp
@@ -141,8 +142,8 @@ def make_rotate_and_store(
         norms = carray(elements_at(args[3], num_bits), (num_norms, head_dim))
         cos, sin = carray(float32_at(args[5]), (num_tokens, half)), carray(float32_at(args[6]), (num_tokens, half))
         slots = carray(int32_at(args[7]), (num_tokens,))
-        keys = carray(elements_at(args[8], num_bits), (num_blocks, num_kv_heads, head_dim, block_size))
-        values = carray(elements_at(args[9], num_bits), (num_blocks, num_kv_heads, block_size, head_dim))
+        keys = carray(elements_at(args[8], num_bits), (num_blocks, num_kv_heads, head_dim // pair, block_size, pair))
+        values = carray(elements_at(args[9], num_bits), (num_blocks, num_kv_heads, block_size // pair, head_dim, pair))
         while True:
             begin = take_items(words, turn)
             if begin >= num_tokens:
@@ -171,13 +172,13 @@ def make_rotate_and_store(
                     if h >= num_heads:
                         cache = keys[block, h - num_heads]
                         for j in range(half):
-                            cache[j, offset] = first[j]
-                            cache[half + j, offset] = second[j]
+                            cache[j // pair, offset, j % pair] = first[j]
+                            cache[(half + j) // pair, offset, j % pair] = second[j]
                 for h in range(num_kv_heads):
                     start = (num_heads + num_kv_heads + h) * head_dim
-                    source, target = qkv[i, start : start + head_dim], values[block, h, offset]
+                    source, target = qkv[i, start : start + head_dim], values[block, h, offset // pair]
                     for j in range(head_dim):
-                        target[j] = source[j]
+                        target[j, offset % pair] = source[j]
 
     return compile_kernel(rotate_and_store)
 
@@ -205,6 +206,7 @@ def make_attend(
     group = num_heads // num_kv_heads
     chunk = CHUNK_TOKENS // block_size * block_size
     max_rows = (tile_tokens * group + rows - 1) // rows * rows
+    element = np.uint16 if num_bits == 16 else np.float32
 
     def attend(words: Any) -> None:
         _ = stamp
@@ -217,9 +219,11 @@ def make_attend(
         tiles = carray(int32_at(args[6]), (num_items // num_kv_heads, 4))
         output = carray(elements_at(args[7], num_bits), (num_tokens_all, num_heads * head_dim))
         head_size = np.int64(head_dim * block_size)
-        query = np.zeros(max_rows * head_dim, np.float32)
+        query = np.zeros(max_rows * head_dim, element)
         total = np.zeros(max_rows * head_dim, np.float32)
         scores = np.zeros(max_rows * chunk, np.float32)
+        weights = np.zeros(max_rows * chunk, element)
+        block_starts = np.zeros(chunk // block_size, np.int64)
         highest = np.zeros(max_rows, np.float32)
         norm = np.zeros(max_rows, np.float32)
         while True:
@@ -239,52 +243,52 @@ def make_attend(
                 source = qkv[first_token + r // group, start : start + head_dim]
                 target = query[r * head_dim : (r + 1) * head_dim]
                 for j in range(head_dim):
-                    target[j] = widen(source[j]) * np.float32(scale)
+                    target[j] = source[j]
             num_keys: Any = position + num_tokens
             first_key = max(0, position - window + 1) if window else 0
             for chunk_start in range(first_key // block_size * block_size, num_keys, chunk):
                 chunk_end: Any = min(chunk_start + chunk, num_keys)
-                for t in range(chunk_start, chunk_end, block_size):
-                    at = (block_table[sequence, t // block_size] * num_kv_heads + kv_head) * head_size
+                num_blocks_here = (chunk_end - chunk_start + block_size - 1) // block_size
+                for b in range(num_blocks_here):
+                    at = (block_table[sequence, chunk_start // block_size + b] * num_kv_heads + kv_head) * head_size
+                    block_starts[b] = at
                     for r in range(0, padded_rows, rows):
                         score_block(
-                            query, r * head_dim, flat_keys, at, scores, r * chunk + (t - chunk_start), chunk,
+                            query, r * head_dim, flat_keys, at, scores, r * chunk + b * block_size, chunk,
                             rows, head_dim, block_size,
                         )  # fmt: skip
                 for r in range(padded_rows):
-                    here = scores[r * chunk : r * chunk + (chunk_end - chunk_start)]
+                    here = slice(r * chunk, r * chunk + num_blocks_here * block_size)
+                    weight, score = weights[here], scores[here]
                     query_position: Any = min(position + r // group, num_keys - 1)
                     low = max(query_position - window + 1 - chunk_start, 0) if window else 0
                     high = min(query_position + 1, chunk_end) - chunk_start
                     if high <= low:
-                        here[:] = np.float32(0)
+                        weight[:] = element(0)
                         continue
-                    here[:low] = np.float32(0)
-                    here[high:] = np.float32(0)
-                    seen = here[low:high]
+                    weight[:low] = element(0)
+                    weight[high:] = element(0)
+                    seen, given = score[low:high], weight[low:high]
                     peak = highest[r]
                     for t in range(len(seen)):
                         peak = larger(peak, seen[t])
-                    shrink = exp(highest[r] - peak) if norm[r] > 0 else np.float32(0)
+                    shrink = exp((highest[r] - peak) * np.float32(scale)) if norm[r] > 0 else np.float32(0)
                     highest[r] = peak
                     part = np.float32(0)
                     for t in range(len(seen)):
-                        e = exp(seen[t] - peak)
-                        seen[t] = e
+                        e = exp((seen[t] - peak) * np.float32(scale))
+                        given[t] = narrow(given, e)
                         part = add(part, e)
                     norm[r] = norm[r] * shrink + part
                     if shrink != np.float32(1):
                         row = total[r * head_dim : (r + 1) * head_dim]
                         for j in range(head_dim):
                             row[j] *= shrink
-                for t in range(chunk_start, chunk_end, block_size):
-                    at = (block_table[sequence, t // block_size] * num_kv_heads + kv_head) * head_size
-                    count = min(block_size, chunk_end - t)
-                    for r in range(0, padded_rows, rows):
-                        weigh_block(
-                            scores, r * chunk + (t - chunk_start), flat_values, at, total, r * head_dim, chunk, count,
-                            rows, head_dim,
-                        )  # fmt: skip
+                for r in range(0, padded_rows, rows):
+                    weigh_blocks(
+                        weights, r * chunk, flat_values, block_starts, total, r * head_dim, chunk,
+                        chunk_end - chunk_start, rows, head_dim, block_size,
+                    )  # fmt: skip
             for r in range(num_rows):
                 start = (kv_head * group + r % group) * head_dim
                 target = output[first_token + r // group, start : start + head_dim]

@@ -43,23 +43,21 @@ class ReferenceOps:
             query = rms_norm(query, norms.query, config.rms_norm_eps)
             key = rms_norm(key, norms.key, config.rms_norm_eps)
         query, key = rotate(query, step.cos, step.sin), rotate(key, step.cos, step.sin)
-        keys, values = kv.keys[layer], kv.values[layer]
-        keys[step.write_blocks, :, :, step.write_offsets] = key
-        values[step.write_blocks, :, step.write_offsets] = value
-        outputs = [self._attend(query[span.start : span.end], keys, values, span, window) for span in step.sequences]
+        kv.write(layer, step.write_blocks, step.write_offsets, key, value)
+        outputs = [
+            self._attend(query[span.start : span.end], *kv.read(layer, span.blocks), span, window)
+            for span in step.sequences
+        ]
         return torch.cat(outputs).flatten(1)
 
     def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: SequenceSpan, window: int | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: SequenceSpan, window: int | None
     ) -> torch.Tensor:
         """``query [query_len, num_heads, head_dim]``; returns the same shape."""
-        # [num_blocks, kv_heads, head_dim, block_size] → [kv_heads, tokens, head_dim]
-        key = keys[span.blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : span.kv_len]
-        value = values[span.blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, : span.kv_len]
         output = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            key[None],
-            value[None],
+            key[None, :, : span.kv_len],
+            value[None, :, : span.kv_len],
             attn_mask=span.mask(0, window, query.device),
             scale=scale_of(self._config),
             enable_gqa=True,

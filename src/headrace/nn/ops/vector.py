@@ -7,28 +7,44 @@ loops are written as LLVM vectors of 16 lanes; LLVM splits them where the machin
 
 import struct
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from llvmlite import binding as llvm_binding
 from llvmlite import ir
 from numba import types as numba_types
+from numba.core import config as numba_config
 from numba.core import cgutils as numba_cgutils
 from numba.extending import intrinsic as numba_intrinsic
 
 LANES = 16
 _MAX_ACCUMULATORS = 24  # of 32 vector registers, the rest hold operands
+_MIN_CHAINS = 12
+
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat16, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
 
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _I16 = ir.IntType(16)
 _VF32 = ir.VectorType(_F32, LANES)
 _VI32 = ir.VectorType(_I32, LANES)
-_VI16 = ir.VectorType(_I16, LANES)
+_BF16 = _BFloat()
+_VBF16 = ir.VectorType(_BF16, 2 * LANES)
 # A product and a sum may fuse, which only makes them more accurate.
 _FUSE = ("contract",)
 
 # numba types only some of itself.
 types: Any = numba_types
 cgutils: Any = numba_cgutils
+config: Any = numba_config
+binding: Any = llvm_binding
 
 Codegen = Callable[[Any, ir.IRBuilder, Any, Any], Any]
 
@@ -95,6 +111,8 @@ def narrow(typingctx: Any, like: Any, value: Any) -> tuple[Any, Codegen]:
         return types.float32(like, types.float32), lambda _context, _builder, _signature, args: args[1]
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        if has_bfloat16_dot():
+            return builder.bitcast(builder.fptrunc(args[1], _BF16), _I16)
         bits = builder.bitcast(args[1], _I32)
         lowest_kept = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
         rounded = builder.add(bits, builder.add(lowest_kept, ir.Constant(_I32, 0x7FFF)))
@@ -174,35 +192,34 @@ def score_block(
     head_dim: Any,
     block_size: Any,
 ) -> tuple[Any, Codegen]:
-    """``scores[r, t] = Σ_d query[r, d] × keys[d, t]`` for one block; ``query`` and ``scores`` are float32.
+    """``scores[r, t] = Σ_d query[r, d] × keys[d, t]`` for one block of the cache.
 
-    Each ``…_at`` is a flat element offset into its array. The last three arguments are literals.
+    ``query`` and ``keys`` have the model's dtype, ``keys`` the cache's layout, ``scores`` is float32. Each ``…_at`` is
+    a flat element offset into its array. The last three arguments are literals.
     """
     rows, dim, size = num_rows.literal_value, head_dim.literal_value, block_size.literal_value
-    vectors = size // LANES
+    words = _Words(keys.dtype)
+    num_steps, vectors = dim // words.count, size // LANES
     # Independent partial sums hide the latency of the fused multiply-add when there are few rows.
-    unroll = max(1, 8 // (rows * vectors))
-    while dim % unroll:
+    unroll = max(1, _MIN_CHAINS // (rows * vectors))
+    while num_steps % unroll:
         unroll -= 1
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        q = _pointer(context, builder, signature, args, 0)
-        k = _pointer(context, builder, signature, args, 2)
+        q = words.at(builder, _pointer(context, builder, signature, args, 0))
+        k = words.at(builder, _pointer(context, builder, signature, args, 2))
         s = _pointer(context, builder, signature, args, 4)
         sums = [[[_accumulator(builder) for _ in range(vectors)] for _ in range(rows)] for _ in range(unroll)]
-        with cgutils.for_range(builder, _intp(context, dim // unroll)) as loop:
+        with cgutils.for_range(builder, _intp(context, num_steps // unroll)) as loop:
             first = builder.mul(loop.index, _intp(context, unroll))
             for part in range(unroll):
                 d = builder.add(first, _intp(context, part))
                 row_start = builder.mul(d, _intp(context, size))
-                tile = [
-                    _load(builder, signature.args[2].dtype, k, builder.add(row_start, _intp(context, v * LANES)))
-                    for v in range(vectors)
-                ]
+                tile = [words.load(builder, k, builder.add(row_start, _intp(context, v * LANES))) for v in range(vectors)]
                 for row in range(rows):
-                    factor = _splat(builder, q, builder.add(d, _intp(context, row * dim)))
+                    factor = words.splat(builder, q, builder.add(d, _intp(context, row * num_steps)))
                     for v in range(vectors):
-                        _multiply_add(builder, sums[part][row][v], factor, tile[v])
+                        words.multiply_add(builder, sums[part][row][v], factor, tile[v])
         for row in range(rows):
             start = builder.mul(args[6], _intp(context, row))
             for v in range(vectors):
@@ -216,53 +233,139 @@ def score_block(
 
 
 @intrinsic
-def weigh_block(
+def weigh_blocks(
     typingctx: Any,
     weights: Any,
     weights_at: Any,
     values: Any,
-    values_at: Any,
+    block_starts: Any,
     output: Any,
     output_at: Any,
     weights_stride: Any,
     num_tokens: Any,
     num_rows: Any,
     head_dim: Any,
+    block_size: Any,
 ) -> tuple[Any, Codegen]:
-    """``output[r, d] += Σ_t weights[r, t] × values[t, d]`` over ``num_tokens``; all but ``values`` are float32.
+    """``output[r, d] += Σ_t weights[r, t] × values[t, d]`` over ``num_tokens`` in blocks of the cache.
 
-    Each ``…_at`` is a flat element offset into its array. The last two arguments are literals.
+    ``weights`` and ``values`` have the model's dtype, ``values`` the cache's layout, ``output`` is float32. Each
+    ``…_at`` is a flat element offset into its array, and so are the int64 ``block_starts`` into ``values``. The last
+    three arguments are literals. What lies in ``values`` beyond the tokens is not looked at, but ``weights`` must be 0
+    there up to a whole word.
     """
-    rows, dim = num_rows.literal_value, head_dim.literal_value
+    rows, dim, size = num_rows.literal_value, head_dim.literal_value, block_size.literal_value
+    words = _Words(values.dtype)
     columns = max(1, min(dim // LANES, _MAX_ACCUMULATORS // rows))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        w = _pointer(context, builder, signature, args, 0)
-        v = _pointer(context, builder, signature, args, 2)
-        out = _pointer(context, builder, signature, args, 4)
+        def array(index: int) -> Any:
+            return context.make_array(signature.args[index])(context, builder, args[index]).data
+
+        w = words.at(builder, builder.gep(array(0), [args[1]]))
+        out = builder.gep(array(4), [args[5]])
+        row_words = builder.udiv(args[6], _intp(context, words.count))
+        num_blocks = builder.udiv(builder.add(args[7], _intp(context, size - 1)), _intp(context, size))
         for first in range(0, dim // LANES, columns):
             offsets = [c * LANES for c in range(first, min(first + columns, dim // LANES))]
             sums = [[_accumulator(builder) for _ in offsets] for _ in range(rows)]
             for row in range(rows):
                 for total, offset in zip(sums[row], offsets, strict=True):
-                    builder.store(_load(builder, types.float32, out, _intp(context, row * dim + offset)), total)
-            with cgutils.for_range(builder, args[7]) as loop:
-                token = builder.mul(loop.index, _intp(context, dim))
+                    builder.store(_load_float32(builder, out, _intp(context, row * dim + offset)), total)
+
+            def add_word(block: Any, v: Any, step: Any, keep: Callable[[Any], Any]) -> None:
+                row_start = builder.mul(step, _intp(context, dim))
                 tile = [
-                    _load(builder, signature.args[2].dtype, v, builder.add(token, _intp(context, offset)))
-                    for offset in offsets
+                    keep(words.load(builder, v, builder.add(row_start, _intp(context, offset)))) for offset in offsets
                 ]
+                step = builder.add(builder.mul(block, _intp(context, size // words.count)), step)
                 for row in range(rows):
-                    at = builder.add(loop.index, builder.mul(args[6], _intp(context, row)))
-                    factor = _splat(builder, w, at)
+                    factor = words.splat(builder, w, builder.add(step, builder.mul(row_words, _intp(context, row))))
                     for total, value in zip(sums[row], tile, strict=True):
-                        _multiply_add(builder, total, factor, value)
+                        words.multiply_add(builder, total, factor, value)
+
+            with cgutils.for_range(builder, num_blocks) as blocks:
+                block = blocks.index
+                start = builder.load(builder.gep(array(3), [block]))
+                v = words.at(builder, builder.gep(array(2), [start]))
+                left = builder.sub(args[7], builder.mul(block, _intp(context, size)))
+                whole = builder.icmp_signed(">=", left, _intp(context, size))
+                here = builder.select(whole, _intp(context, size), left)
+                full = builder.udiv(here, _intp(context, words.count))
+                with cgutils.for_range(builder, full) as steps:
+                    add_word(block, v, steps.index, lambda tile: tile)
+                if words.count > 1:
+                    rest = builder.urem(here, _intp(context, words.count))
+                    with builder.if_then(builder.icmp_signed("!=", rest, _intp(context, 0)), likely=False):
+                        add_word(block, v, full, lambda tile: words.keep_first(builder, tile))
             for row in range(rows):
                 for total, offset in zip(sums[row], offsets, strict=True):
                     _store(builder, builder.load(total), out, _intp(context, row * dim + offset))
         return context.get_dummy_value()
 
-    return _void(weights, values, output, types.intp, types.intp, num_rows, head_dim), codegen
+    signature = types.void(
+        weights, types.intp, values, block_starts, output, types.intp, types.intp, types.intp,
+        num_rows, head_dim, block_size,
+    )  # fmt: skip
+    return signature, codegen
+
+
+class _Words:
+    """Arithmetic on 32-bit words of stored elements: one float32, or a pair of bfloat16 that are neighbours in a sum.
+
+    A sum over pairs takes half the instructions: AVX-512 BF16 multiplies and adds both at once, and where that is
+    missing each half becomes a float32 in one shift or mask.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self._is_pair = dtype == types.uint16
+        self._type = _VI32 if self._is_pair else _VF32
+        self.count = 2 if self._is_pair else 1
+        """Elements in a word."""
+
+    def at(self, builder: ir.IRBuilder, pointer: Any) -> Any:
+        return builder.bitcast(pointer, self._type.element.as_pointer())
+
+    def load(self, builder: ir.IRBuilder, pointer: Any, at: Any) -> Any:
+        address = builder.bitcast(builder.gep(pointer, [at]), self._type.as_pointer())
+        return builder.load(address, align=4, typ=self._type)
+
+    def splat(self, builder: ir.IRBuilder, pointer: Any, at: Any) -> Any:
+        undefined = ir.Constant(self._type, ir.Undefined)
+        scalar = builder.load(builder.gep(pointer, [at]), align=4)
+        one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+        return builder.shuffle_vector(one, undefined, ir.Constant(_VI32, [0] * LANES))
+
+    def keep_first(self, builder: ir.IRBuilder, words: Any) -> Any:
+        """The words with all but the first of their elements zero."""
+        return builder.and_(words, ir.Constant(_VI32, [0xFFFF] * LANES)) if self._is_pair else words
+
+    def multiply_add(self, builder: ir.IRBuilder, total: Any, a: Any, b: Any) -> None:
+        if not self._is_pair:
+            _multiply_add(builder, total, a, b)
+        elif has_bfloat16_dot():
+            kind = ir.FunctionType(_VF32, [_VF32, _VBF16, _VBF16])
+            dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+            pairs = [builder.bitcast(words, _VBF16) for words in (a, b)]
+            builder.store(builder.call(dot, [builder.load(total), *pairs]), total)
+        else:
+            for half in (_first_half, _second_half):
+                _multiply_add(builder, total, half(builder, a), half(builder, b))
+
+
+@cache
+def has_bfloat16_dot() -> bool:
+    """Whether kernels are compiled for AVX-512 BF16: this machine has it, and numba was not told to spare it."""
+    told = config.CPU_NAME or config.CPU_FEATURES is not None
+    return not told and bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def _first_half(builder: ir.IRBuilder, words: Any) -> Any:
+    return builder.bitcast(builder.shl(words, ir.Constant(_VI32, [16] * LANES)), _VF32)
+
+
+def _second_half(builder: ir.IRBuilder, words: Any) -> Any:
+    return builder.bitcast(builder.and_(words, ir.Constant(_VI32, [0xFFFF0000] * LANES)), _VF32)
 
 
 def _void(first: Any, second: Any, third: Any, *rest: Any) -> Any:
@@ -290,24 +393,14 @@ def _accumulator(builder: ir.IRBuilder) -> Any:
     return slot
 
 
-def _load(builder: ir.IRBuilder, dtype: Any, pointer: Any, at: Any) -> Any:
-    address = builder.gep(pointer, [at])
-    if dtype == types.float32:
-        return builder.load(builder.bitcast(address, _VF32.as_pointer()), align=4, typ=_VF32)
-    bits = builder.load(builder.bitcast(address, _VI16.as_pointer()), align=2, typ=_VI16)
-    wide = builder.shl(builder.zext(bits, _VI32), ir.Constant(_VI32, [16] * LANES))
-    return builder.bitcast(wide, _VF32)
+def _load_float32(builder: ir.IRBuilder, pointer: Any, at: Any) -> Any:
+    address = builder.bitcast(builder.gep(pointer, [at]), _VF32.as_pointer())
+    return builder.load(address, align=4, typ=_VF32)
 
 
 def _store(builder: ir.IRBuilder, vector: Any, pointer: Any, at: Any) -> None:
     address = builder.bitcast(builder.gep(pointer, [at]), _VF32.as_pointer())
     builder.store(vector, address, align=4)
-
-
-def _splat(builder: ir.IRBuilder, pointer: Any, at: Any) -> Any:
-    scalar = builder.load(builder.gep(pointer, [at]))
-    one = builder.insert_element(ir.Constant(_VF32, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(_VF32, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
 
 
 def _multiply_add(builder: ir.IRBuilder, total: Any, a: Any, b: Any) -> None:
