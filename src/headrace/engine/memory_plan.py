@@ -9,7 +9,7 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.nn.config import ModelConfig
-from headrace.nn.ops.linear import can_prepack
+from headrace.nn.ops.linear import layout_for
 
 _GPU_FRACTION = 0.9
 _CPU_FRACTION = 0.4
@@ -58,7 +58,10 @@ def plan_memory(
         raise ConfigError(
             f"engine.max_model_len is {longest}; this model's context ends at {model.max_position_embeddings}"
         )
-    weights = model.weight_bytes(dtype, prepacked=can_prepack(dtype, device))
+    if config.block_size % 2 and dtype.itemsize == 2:
+        raise ConfigError(f"engine.block_size is {config.block_size}; with {dtype} it must be even")
+    layout = layout_for(dtype, device)
+    weights = model.weight_bytes(dtype, head_copied=layout.is_copy, row_multiple=layout.row_multiple)
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     # The sampler works on float32 copies of the logits: one as they are, one changed.
     sampling = 2 * num_rows * model.vocab_size * torch.float32.itemsize

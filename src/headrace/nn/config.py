@@ -143,14 +143,24 @@ class ModelConfig:
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * hidden
         return self.num_layers * layer + embeddings + hidden
 
-    def weight_bytes(self, dtype: torch.dtype, *, prepacked: bool = False) -> int:
+    def weight_bytes(self, dtype: torch.dtype, *, head_copied: bool = False, row_multiple: int = 1) -> int:
         """Bytes of the weights once loaded.
 
-        ``prepacked``: products keep weights in a layout of their own (``headrace.nn.ops.linear``), so a head tied to
-        the embedding is kept twice.
+        ``head_copied``: products keep weights in a layout of their own (``headrace.nn.ops.linear``), so a head tied to
+        the embedding is kept twice. ``row_multiple``: that layout pads output features to a multiple of this, gates
+        and their other factors each to half of it.
         """
-        head_copy = self.vocab_size * self.hidden_size if prepacked and self.tie_embeddings else 0
-        return (self.num_parameters() + head_copy) * dtype.itemsize
+
+        def padding(rows: int, inputs: int, multiple: int = row_multiple) -> int:
+            return -rows % multiple * inputs
+
+        hidden, inter, query = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
+        layer = padding(self.qkv_size, hidden) + padding(hidden, query) + padding(hidden, inter)
+        layer += 2 * padding(inter, hidden, max(1, row_multiple // 2))
+        head = padding(self.vocab_size, hidden)
+        if head_copied and self.tie_embeddings:
+            head += self.vocab_size * hidden
+        return (self.num_parameters() + self.num_layers * layer + head) * dtype.itemsize
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token keeps over all layers."""

@@ -44,7 +44,7 @@ class KVCache:
         ``keys`` and ``values`` are ``[n, num_kv_heads, head_dim]``.
         """
         pair = self.keys[layer].shape[-1]
-        self.keys[layer][blocks, :, :, offsets] = keys.unflatten(-1, (-1, pair))
+        self.keys[layer][blocks, :, :, offsets] = keys.view(*keys.shape[:2], -1, pair)
         self.values[layer][blocks, :, offsets // pair, :, offsets % pair] = values
 
     def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from headrace.nn.config import ModelConfig
 from headrace.nn.model import CausalLM, Layer
 from headrace.nn.ops.choose import make_ops
 from headrace.nn.ops.interface import HeadNorms
-from headrace.nn.ops.linear import Linear
+from headrace.nn.ops.linear import Gated, Linear, layout_for, make_gated, make_linear
 from headrace.nn.safetensors import Checkpoint, TensorInfo
 
 Progress = Callable[[int, int], None]
@@ -36,7 +36,7 @@ def load_model(
     layers = [_load_layer(config, weights, index) for index in range(config.num_layers)]
     final_norm = weights.take("model.norm.weight")
     head_weight = embedding if config.tie_embeddings else weights.take("lm_head.weight")
-    head = Linear(head_weight)
+    head = make_linear(head_weight)
     return CausalLM(
         config,
         make_ops(config, dtype, device),
@@ -44,7 +44,7 @@ def load_model(
         layers,
         final_norm,
         head,
-        head_is_embedding=head.shares_storage_with(embedding),
+        head_is_embedding=config.tie_embeddings and not layout_for(dtype, device).is_copy,
     )
 
 
@@ -134,9 +134,15 @@ class _Weights:
 def _load_layer(config: ModelConfig, weights: _Weights, index: int) -> Layer:
     prefix = f"model.layers.{index}."
 
-    def linear(*names: str, bias: bool) -> Linear:
+    def taken(*names: str, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = weights.take(*(f"{prefix}{name}.weight" for name in names))
-        return Linear(weight, weights.take(*(f"{prefix}{name}.bias" for name in names)) if bias else None)
+        return weight, weights.take(*(f"{prefix}{name}.bias" for name in names)) if bias else None
+
+    def linear(*names: str, bias: bool) -> Linear:
+        return make_linear(*taken(*names, bias=bias))
+
+    def gated(*names: str, bias: bool) -> Gated:
+        return make_gated(*taken(*names, bias=bias))
 
     head_norms = None
     if config.qk_norm:
@@ -149,7 +155,7 @@ def _load_layer(config: ModelConfig, weights: _Weights, index: int) -> Layer:
         head_norms=head_norms,
         attention_output=linear("self_attn.o_proj", bias=config.o_bias),
         mlp_norm=weights.take(prefix + "post_attention_layernorm.weight"),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
+        gate_up=gated("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
         down=linear("mlp.down_proj", bias=config.mlp_bias),
         window=config.sliding_windows[index],
     )

@@ -8,7 +8,7 @@ from headrace.nn.batch import StepBatch
 from headrace.nn.config import ModelConfig
 from headrace.nn.kv import KVCache
 from headrace.nn.ops.interface import HeadNorms, Ops
-from headrace.nn.ops.linear import Linear
+from headrace.nn.ops.linear import Gated, Linear
 from headrace.nn.rope import Rotary
 from headrace.nn.step import Step
 
@@ -22,7 +22,7 @@ class Layer:
     head_norms: HeadNorms | None
     attention_output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
+    gate_up: Gated
     down: Linear
     window: int | None
 
@@ -31,8 +31,8 @@ class Layer:
         norms = [self.input_norm, self.mlp_norm]
         if self.head_norms is not None:
             norms += [self.head_norms.query, self.head_norms.key]
-        products = (self.qkv, self.attention_output, self.gate_up, self.down)
-        return sum(norm.nbytes for norm in norms) + sum(product.num_bytes for product in products)
+        products = (self.qkv.num_bytes, self.attention_output.num_bytes, self.gate_up.num_bytes, self.down.num_bytes)
+        return sum(norm.nbytes for norm in norms) + sum(products)
 
 
 class CausalLM:
@@ -91,15 +91,14 @@ class CausalLM:
         )
         step = Step.of(batch, self._rotary, kv.block_size, self.device)
         residual = self._embedding[step.token_ids]
-        delta: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(ops.add_norm(residual, delta, layer.input_norm))
+            qkv = layer.qkv(ops.norm(residual, layer.input_norm))
             attended = ops.attention(qkv, layer.head_norms, step, kv, index, layer.window)
             if index == len(self._layers) - 1 and step.logit_rows is not None:
                 if not len(step.logit_rows):
                     return residual.new_empty(0, config.vocab_size)
                 # Nothing after the last attention mixes tokens: go on with the rows that are asked for.
                 residual, attended = residual[step.logit_rows], attended[step.logit_rows]
-            normed = ops.add_norm(residual, layer.attention_output(attended), layer.mlp_norm)
-            delta = layer.down(ops.silu_mul(layer.gate_up(normed)))
-        return self._head(ops.add_norm(residual, delta, self._final_norm))
+            layer.attention_output.add_to(residual, attended)
+            layer.down.add_to(residual, layer.gate_up(ops.norm(residual, layer.mlp_norm)))
+        return self._head(ops.norm(residual, self._final_norm))

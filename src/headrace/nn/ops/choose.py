@@ -3,8 +3,9 @@
 import torch
 
 from headrace.nn.config import ModelConfig
-from headrace.nn.ops.cpu import DTYPES, CpuOps
+from headrace.nn.ops.cpu import CpuOps
 from headrace.nn.ops.interface import Ops
+from headrace.nn.ops.kernels import DTYPES
 from headrace.nn.ops.reference import ReferenceOps
 
 

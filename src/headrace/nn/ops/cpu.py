@@ -10,10 +10,6 @@ from headrace.nn.ops.reference import ReferenceOps
 from headrace.nn.ops.vector import LANES
 from headrace.nn.step import TILE_TOKENS, Step
 
-DTYPES = (torch.float32, torch.bfloat16)
-_TURN_ELEMENTS = 8192
-"""Elements a thread takes at a time: a few microseconds of work, above what taking a turn and waking a thread cost."""
-
 _MAX_ROWS = 6
 """Query rows per register block: 6 × 4 accumulators fit beside their operands in 32 registers."""
 
@@ -30,8 +26,7 @@ class CpuOps:
         self._both_norms: dict[int, tuple[HeadNorms, torch.Tensor]] = {}
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         self._scratch_rows = 0
-        self._add_norm = kernels.make_add_norm(self._num_bits, self._eps)
-        self._silu_mul = kernels.make_silu_mul(self._num_bits)
+        self._norm = kernels.make_norm(self._num_bits, self._eps)
 
     def prepare(self, block_size: int) -> None:
         if self._fits(block_size):
@@ -40,21 +35,12 @@ class CpuOps:
             for longest_query in (1, TILE_TOKENS):
                 kernels.make_attend(*heads, scale_of(self._config), TILE_TOKENS, self._rows(longest_query))
 
-    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-        if delta is None:
-            return self._reference.add_norm(residual, delta, weight)
-        num_rows, size = residual.shape
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        num_rows, size = x.shape
         output = self._buffer("normed", num_rows, size)
-        pointers = (residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), output.data_ptr())
-        turn, alone = _turn(num_rows, size)
-        self._add_norm.run(num_rows, (*pointers, size, turn), alone=alone)
-        return output
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        output = self._buffer("activated", num_rows, size)
-        turn, alone = _turn(num_rows, 4 * size)
-        self._silu_mul.run(num_rows, (gate_up.data_ptr(), output.data_ptr(), size, turn), alone=alone)
+        turn, alone = kernels.turn(num_rows, size)
+        words = (x.data_ptr(), weight.data_ptr(), output.data_ptr(), size, turn)
+        self._norm.run(num_rows, words, alone=alone)
         return output
 
     def attention(
@@ -72,8 +58,8 @@ class CpuOps:
         heads = self._heads(kv.block_size)
         batch, num_tokens = step.batch, qkv.shape[0]
         keys, values = kv.keys[layer].data_ptr(), kv.values[layer].data_ptr()
-        both = None if norms is None else self._norms(norms)
-        turn, alone = _turn(num_tokens, qkv.shape[1])
+        both = None if norms is None else self._stacked(norms)
+        turn, alone = kernels.turn(num_tokens, qkv.shape[1])
         kernels.make_rotate_and_store(*heads, self._eps).run(
             num_tokens,
             (
@@ -121,7 +107,7 @@ class CpuOps:
         group = self._config.num_heads // self._config.num_kv_heads
         return _MAX_ROWS if longest_query > 1 else min(_MAX_ROWS, group)
 
-    def _norms(self, norms: HeadNorms) -> torch.Tensor:
+    def _stacked(self, norms: HeadNorms) -> torch.Tensor:
         """Both weights one below the other, made once: the model keeps its weights, so identity is enough."""
         held = self._both_norms.get(id(norms))
         if held is None:
@@ -137,8 +123,3 @@ class CpuOps:
         if buffer is None:
             buffer = self._scratch[name, num_columns] = torch.empty(num_rows, num_columns, dtype=self._dtype)
         return buffer
-
-
-def _turn(num_rows: int, row_work: int) -> tuple[int, bool]:
-    """How many rows a thread takes at a time, and whether all of them are too little to wake other threads for."""
-    return max(1, _TURN_ELEMENTS // row_work), num_rows * row_work <= _TURN_ELEMENTS

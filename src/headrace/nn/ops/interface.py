@@ -28,12 +28,8 @@ class Ops(Protocol):
         """Compile what serves caches of ``block_size`` now, so that no step waits for it."""
         ...
 
-    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-        """Add ``delta`` to ``residual`` in place; return its RMSNorm scaled by ``weight``, ``[num_rows, hidden]``."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """SiLU of the left half times the right half: ``[num_rows, 2 × n]`` to ``[num_rows, n]``."""
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The RMSNorm of ``x [num_rows, hidden]`` scaled by ``weight``."""
         ...
 
     def attention(

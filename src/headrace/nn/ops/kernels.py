@@ -14,6 +14,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numba import types
 
 from headrace.nn.ops import vector
@@ -35,6 +36,12 @@ from headrace.nn.ops.vector import (
 CHUNK_TOKENS = 256
 """Keys whose scores are held at once; a multiple of every block size that is served."""
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""What kernels compute on."""
+
+_TURN_ELEMENTS = 8192
+"""Elements a thread takes at a time: a few microseconds of work, above what taking a turn and waking a thread cost."""
+
 # numba's disk cache notices a change of this file only. The kernels close over the digest of the other one, which
 # makes it part of the cache's key.
 STAMP = int.from_bytes(hashlib.sha256(Path(vector.__file__).read_bytes()).digest()[:4], "little")
@@ -47,6 +54,11 @@ _FAST = {"contract"}
 _numba: Any = numba
 _types: Any = types
 carray = _numba.carray
+
+
+def turn(num_rows: int, row_work: int) -> tuple[int, bool]:
+    """How many rows a thread takes at a time, and whether all of them are too little to wake other threads for."""
+    return max(1, _TURN_ELEMENTS // row_work), num_rows * row_work <= _TURN_ELEMENTS
 
 
 def compile_kernel(function: Callable[[Any], None]) -> Kernel:
@@ -62,29 +74,26 @@ def compile_kernel(function: Callable[[Any], None]) -> Kernel:
 
 
 @cache
-def make_add_norm(num_bits: int, eps: float, stamp: int = STAMP) -> Kernel:
-    """residual += delta; output = RMSNorm(residual) × weight. Items are rows.
+def make_norm(num_bits: int, eps: float, stamp: int = STAMP) -> Kernel:
+    """output = RMSNorm(x) × weight. Items are rows.
 
-    Words: residual, delta, weight, output, row size, rows per turn.
+    Words: x, weight, output, row size, rows per turn.
     """
 
-    def add_norm(words: Any) -> None:
+    def norm(words: Any) -> None:
         _ = stamp
-        args = carray(words, (8,))
-        num_rows, size, turn = args[1], args[6], args[7]
-        residual = carray(elements_at(args[2], num_bits), (num_rows, size))
-        delta = carray(elements_at(args[3], num_bits), (num_rows, size))
-        weight = carray(elements_at(args[4], num_bits), (size,))
-        output = carray(elements_at(args[5], num_bits), (num_rows, size))
+        args = carray(words, (7,))
+        num_rows, size, turn = args[1], args[5], args[6]
+        x = carray(elements_at(args[2], num_bits), (num_rows, size))
+        weight = carray(elements_at(args[3], num_bits), (size,))
+        output = carray(elements_at(args[4], num_bits), (num_rows, size))
         while True:
             first = take_items(words, turn)
             if first >= num_rows:
                 break
             for i in range(first, min(first + turn, num_rows)):
-                row, change, out = residual[i], delta[i], output[i]
+                row, out = x[i], output[i]
                 total = np.float32(0)
-                for j in range(size):
-                    row[j] = narrow(row, widen(row[j]) + widen(change[j]))
                 for j in range(size):
                     total = add(total, widen(row[j]) * widen(row[j]))
                 scale = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(eps))
@@ -92,7 +101,7 @@ def make_add_norm(num_bits: int, eps: float, stamp: int = STAMP) -> Kernel:
                     normed = widen(narrow(out, widen(row[j]) * scale))
                     out[j] = narrow(out, normed * widen(weight[j]))
 
-    return compile_kernel(add_norm)
+    return compile_kernel(norm)
 
 
 @cache

@@ -18,14 +18,8 @@ class ReferenceOps:
     def prepare(self, block_size: int) -> None:
         """Nothing is compiled here."""
 
-    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-        if delta is not None:
-            residual += delta
-        return rms_norm(residual, weight, self._config.rms_norm_eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self._config.rms_norm_eps)
 
     def attention(
         self,

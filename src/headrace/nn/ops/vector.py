@@ -13,8 +13,8 @@ from typing import Any
 from llvmlite import binding as llvm_binding
 from llvmlite import ir
 from numba import types as numba_types
-from numba.core import config as numba_config
 from numba.core import cgutils as numba_cgutils
+from numba.core import config as numba_config
 from numba.extending import intrinsic as numba_intrinsic
 
 LANES = 16
@@ -22,8 +22,7 @@ _MAX_ACCUMULATORS = 24  # of 32 vector registers, the rest hold operands
 _MIN_CHAINS = 12
 
 
-
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite is not typed
     """LLVM's bfloat16, which llvmlite does not name."""
 
     def _to_string(self) -> str:
@@ -215,7 +214,9 @@ def score_block(
             for part in range(unroll):
                 d = builder.add(first, _intp(context, part))
                 row_start = builder.mul(d, _intp(context, size))
-                tile = [words.load(builder, k, builder.add(row_start, _intp(context, v * LANES))) for v in range(vectors)]
+                tile = [
+                    words.load(builder, k, builder.add(row_start, _intp(context, v * LANES))) for v in range(vectors)
+                ]
                 for row in range(rows):
                     factor = words.splat(builder, q, builder.add(d, _intp(context, row * num_steps)))
                     for v in range(vectors):
@@ -258,12 +259,22 @@ def weigh_blocks(
     words = _Words(values.dtype)
     columns = max(1, min(dim // LANES, _MAX_ACCUMULATORS // rows))
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        def array(index: int) -> Any:
-            return context.make_array(signature.args[index])(context, builder, args[index]).data
+    def load_tile(builder: ir.IRBuilder, context: Any, v: Any, step: Any, offsets: list[int]) -> list[Any]:
+        start = builder.mul(step, _intp(context, dim))
+        return [words.load(builder, v, builder.add(start, _intp(context, offset))) for offset in offsets]
 
-        w = words.at(builder, builder.gep(array(0), [args[1]]))
-        out = builder.gep(array(4), [args[5]])
+    def add_tile(
+        builder: ir.IRBuilder, context: Any, w: Any, row_words: Any, step: Any, tile: list[Any], sums: list[list[Any]]
+    ) -> None:
+        for row, totals in enumerate(sums):
+            factor = words.splat(builder, w, builder.add(step, builder.mul(row_words, _intp(context, row))))
+            for total, value in zip(totals, tile, strict=True):
+                words.multiply_add(builder, total, factor, value)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        w = words.at(builder, _pointer(context, builder, signature, args, 0))
+        v_data, starts = (_data(context, builder, signature, args, index) for index in (2, 3))
+        out = _pointer(context, builder, signature, args, 4)
         row_words = builder.udiv(args[6], _intp(context, words.count))
         num_blocks = builder.udiv(builder.add(args[7], _intp(context, size - 1)), _intp(context, size))
         for first in range(0, dim // LANES, columns):
@@ -273,31 +284,24 @@ def weigh_blocks(
                 for total, offset in zip(sums[row], offsets, strict=True):
                     builder.store(_load_float32(builder, out, _intp(context, row * dim + offset)), total)
 
-            def add_word(block: Any, v: Any, step: Any, keep: Callable[[Any], Any]) -> None:
-                row_start = builder.mul(step, _intp(context, dim))
-                tile = [
-                    keep(words.load(builder, v, builder.add(row_start, _intp(context, offset)))) for offset in offsets
-                ]
-                step = builder.add(builder.mul(block, _intp(context, size // words.count)), step)
-                for row in range(rows):
-                    factor = words.splat(builder, w, builder.add(step, builder.mul(row_words, _intp(context, row))))
-                    for total, value in zip(sums[row], tile, strict=True):
-                        words.multiply_add(builder, total, factor, value)
-
             with cgutils.for_range(builder, num_blocks) as blocks:
                 block = blocks.index
-                start = builder.load(builder.gep(array(3), [block]))
-                v = words.at(builder, builder.gep(array(2), [start]))
+                start = builder.load(builder.gep(starts, [block]))
+                v = words.at(builder, builder.gep(v_data, [start]))
                 left = builder.sub(args[7], builder.mul(block, _intp(context, size)))
                 whole = builder.icmp_signed(">=", left, _intp(context, size))
                 here = builder.select(whole, _intp(context, size), left)
                 full = builder.udiv(here, _intp(context, words.count))
+                first_word = builder.mul(block, _intp(context, size // words.count))
                 with cgutils.for_range(builder, full) as steps:
-                    add_word(block, v, steps.index, lambda tile: tile)
+                    tile = load_tile(builder, context, v, steps.index, offsets)
+                    add_tile(builder, context, w, row_words, builder.add(first_word, steps.index), tile, sums)
                 if words.count > 1:
                     rest = builder.urem(here, _intp(context, words.count))
                     with builder.if_then(builder.icmp_signed("!=", rest, _intp(context, 0)), likely=False):
-                        add_word(block, v, full, lambda tile: words.keep_first(builder, tile))
+                        tile = load_tile(builder, context, v, full, offsets)
+                        tile = [words.keep_first(builder, value) for value in tile]
+                        add_tile(builder, context, w, row_words, builder.add(first_word, full), tile, sums)
             for row in range(rows):
                 for total, offset in zip(sums[row], offsets, strict=True):
                     _store(builder, builder.load(total), out, _intp(context, row * dim + offset))
@@ -306,6 +310,53 @@ def weigh_blocks(
     signature = types.void(
         weights, types.intp, values, block_starts, output, types.intp, types.intp, types.intp,
         num_rows, head_dim, block_size,
+    )  # fmt: skip
+    return signature, codegen
+
+
+@intrinsic
+def multiply_panel(
+    typingctx: Any,
+    x: Any,
+    x_at: Any,
+    x_stride: Any,
+    weights: Any,
+    weights_at: Any,
+    num_steps: Any,
+    tile: Any,
+    num_rows: Any,
+    num_vectors: Any,
+) -> tuple[Any, Codegen]:
+    """``tile[r, f] = Σ_k x[r, k] × weights[k, f]`` for one panel of weights, all of ``num_steps`` words of inputs.
+
+    ``x`` and ``weights`` have the model's dtype, ``weights`` in the layout of :mod:`headrace.nn.ops.panels`; ``tile``
+    is float32 ``[num_rows, num_vectors × LANES]``. Each ``…_at`` is a flat element offset into its array. The last two
+    arguments are literals.
+    """
+    rows, vectors = num_rows.literal_value, num_vectors.literal_value
+    words = _Words(weights.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        xs = words.at(builder, _pointer(context, builder, signature, args, 0))
+        ws = words.at(builder, builder.gep(_data(context, builder, signature, args, 3), [args[4]]))
+        out = _data(context, builder, signature, args, 6)
+        row_words = builder.udiv(args[2], _intp(context, words.count))
+        sums = [[_accumulator(builder) for _ in range(vectors)] for _ in range(rows)]
+        with cgutils.for_range(builder, args[5]) as loop:
+            start = builder.mul(loop.index, _intp(context, vectors * LANES))
+            tile = [words.load(builder, ws, builder.add(start, _intp(context, v * LANES))) for v in range(vectors)]
+            for row in range(rows):
+                at = builder.add(loop.index, builder.mul(row_words, _intp(context, row)))
+                factor = words.splat(builder, xs, at)
+                for total, value in zip(sums[row], tile, strict=True):
+                    words.multiply_add(builder, total, factor, value)
+        for row in range(rows):
+            for v, total in enumerate(sums[row]):
+                _store(builder, builder.load(total), out, _intp(context, (row * vectors + v) * LANES))
+        return context.get_dummy_value()
+
+    signature = types.void(
+        x, types.intp, types.intp, weights, types.intp, types.intp, tile, num_rows, num_vectors
     )  # fmt: skip
     return signature, codegen
 
@@ -360,6 +411,12 @@ def has_bfloat16_dot() -> bool:
     return not told and bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
+@cache
+def has_amx() -> bool:
+    """Whether this machine multiplies bfloat16 tiles (AMX), several times faster than vectors."""
+    return bool(binding.get_host_cpu_features().get("amx-bf16"))
+
+
 def _first_half(builder: ir.IRBuilder, words: Any) -> Any:
     return builder.bitcast(builder.shl(words, ir.Constant(_VI32, [16] * LANES)), _VF32)
 
@@ -381,9 +438,12 @@ def _intp(context: Any, value: int) -> Any:
     return context.get_constant(types.intp, value)
 
 
+def _data(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, index: int) -> Any:
+    return context.make_array(signature.args[index])(context, builder, args[index]).data
+
+
 def _pointer(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, index: int) -> Any:
-    array = context.make_array(signature.args[index])(context, builder, args[index])
-    return builder.gep(array.data, [args[index + 1]])
+    return builder.gep(_data(context, builder, signature, args, index), [args[index + 1]])
 
 
 def _accumulator(builder: ir.IRBuilder) -> Any:
