@@ -32,9 +32,10 @@ class KVCache:
         pair = max(1, 4 // dtype.itemsize)
         if dim % pair or block_size % pair:
             raise ValueError(f"head dimension {dim} and block size {block_size} must be even for {dtype}")
-        shape = (config.num_layers, num_blocks, heads)
-        self.keys = list(zeros((*shape, dim // pair, block_size, pair), dtype, device).unbind())
-        self.values = list(zeros((*shape, block_size // pair, dim, pair), dtype, device).unbind())
+        memory = zeros((config.num_layers, num_blocks, heads, 2, dim * block_size), dtype, device)
+        self.layers = list(memory.unbind())
+        self.keys = list(memory[..., 0, :].unflatten(-1, (dim // pair, block_size, pair)).unbind())
+        self.values = list(memory[..., 1, :].unflatten(-1, (block_size // pair, dim, pair)).unbind())
 
     def write(
         self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -56,4 +57,4 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cache as allocated."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(layer.nbytes for layer in self.layers)

@@ -57,7 +57,7 @@ class CpuOps:
             return self._reference.attention(qkv, norms, step, kv, layer, window)
         heads = self._heads(kv.block_size)
         batch, num_tokens = step.batch, qkv.shape[0]
-        keys, values = kv.keys[layer].data_ptr(), kv.values[layer].data_ptr()
+        cache = kv.layers[layer].data_ptr()
         both = None if norms is None else self._stacked(norms)
         turn, alone = kernels.turn(num_tokens, qkv.shape[1])
         kernels.make_rotate_and_store(*heads, self._eps).run(
@@ -69,8 +69,7 @@ class CpuOps:
                 step.cos.data_ptr(),
                 step.sin.data_ptr(),
                 batch.slot_mapping.ctypes.data,
-                keys,
-                values,
+                cache,
                 kv.num_blocks,
                 turn,
             ),
@@ -82,8 +81,7 @@ class CpuOps:
             len(tiles) * config.num_kv_heads,
             (
                 qkv.data_ptr(),
-                keys,
-                values,
+                cache,
                 batch.block_table.ctypes.data,
                 tiles.ctypes.data,
                 output.data_ptr(),

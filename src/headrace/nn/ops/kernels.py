@@ -137,7 +137,7 @@ def make_rotate_and_store(
 ) -> Kernel:
     """Rotate queries and keys in place and write the cache. Items are tokens.
 
-    Words: qkv, norms, number of norms, cosines, sines, slots, keys, values, number of blocks, tokens per turn. Norms
+    Words: qkv, norms, number of norms, cosines, sines, slots, cache, number of blocks, tokens per turn. Norms
     are ``[2, head_dim]`` (queries, keys) to normalise heads first, or their number is 0.
     """
     half = head_dim // 2
@@ -145,14 +145,13 @@ def make_rotate_and_store(
 
     def rotate_and_store(words: Any) -> None:
         _ = stamp
-        args = carray(words, (12,))
-        num_tokens, num_norms, num_blocks, turn = args[1], args[4], args[10], args[11]
+        args = carray(words, (11,))
+        num_tokens, num_norms, num_blocks, turn = args[1], args[4], args[9], args[10]
         qkv = carray(elements_at(args[2], num_bits), (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim))
         norms = carray(elements_at(args[3], num_bits), (num_norms, head_dim))
         cos, sin = carray(float32_at(args[5]), (num_tokens, half)), carray(float32_at(args[6]), (num_tokens, half))
         slots = carray(int32_at(args[7]), (num_tokens,))
-        keys = carray(elements_at(args[8], num_bits), (num_blocks, num_kv_heads, head_dim // pair, block_size, pair))
-        values = carray(elements_at(args[9], num_bits), (num_blocks, num_kv_heads, block_size // pair, head_dim, pair))
+        cache = carray(elements_at(args[8], num_bits), (num_blocks, num_kv_heads, 2, head_dim * block_size))
         while True:
             begin = take_items(words, turn)
             if begin >= num_tokens:
@@ -179,15 +178,17 @@ def make_rotate_and_store(
                         first[j] = narrow(first, a * c[j] - b * s[j])
                         second[j] = narrow(first, b * c[j] + a * s[j])
                     if h >= num_heads:
-                        cache = keys[block, h - num_heads]
+                        keys = cache[block, h - num_heads, 0]
                         for j in range(half):
-                            cache[j // pair, offset, j % pair] = first[j]
-                            cache[(half + j) // pair, offset, j % pair] = second[j]
+                            at = (j // pair * block_size + offset) * pair + j % pair
+                            keys[at] = first[j]
+                            keys[half * block_size + at] = second[j]
                 for h in range(num_kv_heads):
                     start = (num_heads + num_kv_heads + h) * head_dim
-                    source, target = qkv[i, start : start + head_dim], values[block, h, offset // pair]
+                    source, values = qkv[i, start : start + head_dim], cache[block, h, 1]
+                    at = offset // pair * head_dim * pair + offset % pair
                     for j in range(head_dim):
-                        target[j, offset % pair] = source[j]
+                        values[at + j * pair] = source[j]
 
     return compile_kernel(rotate_and_store)
 
@@ -206,7 +207,7 @@ def make_attend(
 ) -> Kernel:
     """Causal attention over the paged cache. Items are tiles × key heads, tiles as in ``Step.tiles``.
 
-    Words: qkv, keys, values, block table, tiles, output, number of tokens, of blocks, of sequences, of blocks in a row
+    Words: qkv, cache, block table, tiles, output, number of tokens, of blocks, of sequences, of blocks in a row
     of the table, window (0 is none).
 
     For each tile and key head, ``tile_tokens × group`` rows at most are computed, ``rows`` at a time, with an online
@@ -219,14 +220,13 @@ def make_attend(
 
     def attend(words: Any) -> None:
         _ = stamp
-        args = carray(words, (13,))
-        num_items, num_tokens_all, num_blocks, window = args[1], args[8], args[9], args[12]
+        args = carray(words, (12,))
+        num_items, num_tokens_all, num_blocks, window = args[1], args[7], args[8], args[11]
         qkv = carray(elements_at(args[2], num_bits), (num_tokens_all, (num_heads + 2 * num_kv_heads) * head_dim))
-        flat_keys = carray(elements_at(args[3], num_bits), (num_blocks * num_kv_heads * head_dim * block_size,))
-        flat_values = carray(elements_at(args[4], num_bits), (num_blocks * num_kv_heads * head_dim * block_size,))
-        block_table = carray(int32_at(args[5]), (args[10], args[11]))
-        tiles = carray(int32_at(args[6]), (num_items // num_kv_heads, 4))
-        output = carray(elements_at(args[7], num_bits), (num_tokens_all, num_heads * head_dim))
+        cache = carray(elements_at(args[3], num_bits), (num_blocks * num_kv_heads * 2 * head_dim * block_size,))
+        block_table = carray(int32_at(args[4]), (args[9], args[10]))
+        tiles = carray(int32_at(args[5]), (num_items // num_kv_heads, 4))
+        output = carray(elements_at(args[6], num_bits), (num_tokens_all, num_heads * head_dim))
         head_size = np.int64(head_dim * block_size)
         query = np.zeros(max_rows * head_dim, element)
         total = np.zeros(max_rows * head_dim, np.float32)
@@ -259,11 +259,11 @@ def make_attend(
                 chunk_end: Any = min(chunk_start + chunk, num_keys)
                 num_blocks_here = (chunk_end - chunk_start + block_size - 1) // block_size
                 for b in range(num_blocks_here):
-                    at = (block_table[sequence, chunk_start // block_size + b] * num_kv_heads + kv_head) * head_size
-                    block_starts[b] = at
+                    at = (block_table[sequence, chunk_start // block_size + b] * num_kv_heads + kv_head) * 2 * head_size
+                    block_starts[b] = at + head_size
                     for r in range(0, padded_rows, rows):
                         score_block(
-                            query, r * head_dim, flat_keys, at, scores, r * chunk + b * block_size, chunk,
+                            query, r * head_dim, cache, at, scores, r * chunk + b * block_size, chunk,
                             rows, head_dim, block_size,
                         )  # fmt: skip
                 for r in range(padded_rows):
@@ -295,7 +295,7 @@ def make_attend(
                             row[j] *= shrink
                 for r in range(0, padded_rows, rows):
                     weigh_blocks(
-                        weights, r * chunk, flat_values, block_starts, total, r * head_dim, chunk,
+                        weights, r * chunk, cache, block_starts, total, r * head_dim, chunk,
                         chunk_end - chunk_start, rows, head_dim, block_size,
                     )  # fmt: skip
             for r in range(num_rows):
