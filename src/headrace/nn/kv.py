@@ -34,8 +34,9 @@ class KVCache:
             raise ValueError(f"head dimension {dim} and block size {block_size} must be even for {dtype}")
         memory = zeros((config.num_layers, num_blocks, heads, 2, dim * block_size), dtype, device)
         self.layers = list(memory.unbind())
-        self.keys = list(memory[..., 0, :].unflatten(-1, (dim // pair, block_size, pair)).unbind())
-        self.values = list(memory[..., 1, :].unflatten(-1, (block_size // pair, dim, pair)).unbind())
+        heads_shape = (config.num_layers, num_blocks, heads)
+        self.keys = list(memory[..., 0, :].view(*heads_shape, dim // pair, block_size, pair).unbind())
+        self.values = list(memory[..., 1, :].view(*heads_shape, block_size // pair, dim, pair).unbind())
 
     def write(
         self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
